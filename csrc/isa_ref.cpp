@@ -1,0 +1,16 @@
+// The portable table: the baseline of the architecture, on any CPU.
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+#include "quantize.inc"
+
+namespace vllm_zen {
+
+const Kernels kernels_ref = {
+    /*isa=*/"ref",
+    /*quantize_rows_s8=*/quantize_rows_s8,
+};
+
+}  // namespace vllm_zen

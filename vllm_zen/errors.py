@@ -1,0 +1,30 @@
+"""The exceptions vllm-zen raises for people to read.
+
+    ZenError                        everything below
+    ├── EnvironmentVariableError    a VLLM_ZEN_* value outside its rule (also a ValueError)
+    ├── UnsupportedError            a request this CPU or build cannot serve (also a ValueError)
+    ├── BrokenComponentError        a part is installed but unusable, under VLLM_ZEN_STRICT=1
+    └── DemoModelError              the demo model cannot be prepared
+
+Every message names the value, the rule and the way out.
+"""
+
+
+class ZenError(Exception):
+    """Root of the tree."""
+
+
+class EnvironmentVariableError(ZenError, ValueError):
+    """An environment variable holds a value that its rule does not allow."""
+
+
+class UnsupportedError(ZenError, ValueError):
+    """The user asked for something this CPU, dtype or build cannot do."""
+
+
+class BrokenComponentError(ZenError, RuntimeError):
+    """An installed component does not work and strict mode forbids the safe path."""
+
+
+class DemoModelError(ZenError, RuntimeError):
+    """The demo model's source is missing or its conversion cannot proceed."""
