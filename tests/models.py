@@ -1,0 +1,48 @@
+"""Tiny Llama models with random weights and a fixed seed, built on the spot: no hub, no download."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = ["the", "a", "of", "to", "and", "in", "is", "it", "that", "was", "for", "on", "are", "as", "with"]
+
+
+def build_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A word-level tokenizer over WORDS and numbered fillers, `vocabulary` entries in all."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<s>", "</s>", *WORDS]
+    names += [f"w{number}" for number in range(vocabulary - len(names))]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def build_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    """A Llama of 2 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 2048; `changes` go to LlamaConfig."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 2048,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**settings, **changes})
+    model = LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(folder)
+    build_tokenizer(folder, config.vocab_size)
+    return folder

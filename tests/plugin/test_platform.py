@@ -1,0 +1,75 @@
+"""ZenCpuPlatform as vLLM's configuration meets it."""
+
+import pytest
+import torch
+
+from vllm_zen import envs
+from vllm_zen.errors import UnsupportedError
+
+
+def configure(config):
+    """Runs the platform's hook on a configuration made by whatever platform this machine has."""
+    from vllm_zen.platform import ZenCpuPlatform
+
+    config.parallel_config.worker_cls = "auto"
+    ZenCpuPlatform.check_and_update_config(config)
+    return config
+
+
+def test_it_is_a_cpu_platform_to_all_of_vllm():
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import PlatformEnum
+
+    from vllm_zen.platform import ZenCpuPlatform
+
+    platform = ZenCpuPlatform()
+    assert isinstance(platform, CpuPlatform) and platform._enum is PlatformEnum.CPU
+    assert platform.is_cpu() and platform.is_zen_cpu() and not platform.is_out_of_tree()
+    assert platform.supported_dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_the_worker_is_ours_unless_another_is_chosen(engine_config):
+    config = configure(engine_config("untied"))
+    assert config.parallel_config.worker_cls == "vllm_zen.worker.ZenWorker"
+    from vllm_zen.platform import ZenCpuPlatform
+
+    config.parallel_config.worker_cls = "some.other.Worker"
+    ZenCpuPlatform.check_and_update_config(config)
+    assert config.parallel_config.worker_cls == "some.other.Worker"
+
+
+def test_float16_is_refused_with_the_way_out(engine_config):
+    config = engine_config("untied", dtype="bfloat16")
+    config.model_config.dtype = torch.float16
+    with pytest.raises(UnsupportedError, match=r"--dtype float16 is refused.*Use --dtype bfloat16"):
+        configure(config)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pack_tied_heads": True}, {"pack_tied_head": "no"}, ["pack_tied_head"]], ids=str
+)
+def test_wrong_options_are_refused_before_any_weight_is_read(engine_config, options):
+    config = engine_config("untied", additional_config={"vllm_zen": options})
+    with pytest.raises(UnsupportedError, match=r"additional-config.*pack_tied_head"):
+        configure(config)
+
+
+def test_vllm_knows_our_variables(monkeypatch, caplog):
+    """No warning about them, even with --fail-on-environ-validation; a misspelt one is still reported."""
+    from vllm_zen.platform import ZenCpuPlatform
+
+    for variable in envs.VARIABLES:
+        monkeypatch.setenv(variable.name, variable.default)
+    ZenCpuPlatform.validate_environ(hard_fail=True)
+    monkeypatch.setenv("VLLM_ZEN_LINAER", "auto")
+    with pytest.raises(ValueError, match="VLLM_ZEN_LINAER"):
+        ZenCpuPlatform.validate_environ(hard_fail=True)
+
+
+def test_packing_is_part_of_the_key_of_the_compile_cache(engine_config, monkeypatch):
+    """vLLM leaves the variable out of its key, but a graph traced for packed weights needs them."""
+    keys = set()
+    for value in ("0", "1"):
+        monkeypatch.setenv("VLLM_ZENTORCH_WEIGHT_PREPACK", value)
+        keys.add(configure(engine_config("untied")).compute_hash())
+    assert len(keys) == 2

@@ -1,0 +1,87 @@
+"""Every touch of a vLLM private. Budget: five entries. Used: two.
+
+1. dispatch_cpu_unquantized_gemm (vllm.model_executor.layers.utils)
+   Symptom: vLLM 0.32 has no registry for unquantized linear layers; its function packs embedding tables
+   that are only looked up, keeps an untied head twice, packs for any ZENDNNL_MATMUL_ALGO, and raises in the
+   first request where zentorch has no kernel for the dtype.
+   Upstream: vllm/model_executor/layers/utils.py, from PR 35970.
+   Delete when: vLLM lets a platform provide the unquantized linear method.
+   Test: tests/plugin/test_compat.py fails when the name, its signature or its callers move.
+
+2. torch.compiler.load_compiled_function, as vllm.compilation.decorators calls it
+   Symptom: on CPU every start with a warm cache logs "Compiling model again due to a load failure ...
+   'function' object has no attribute 'finalize_loading'" and compiles everything once more. vLLM calls that
+   method of its own backend's artifact, and on CPU the artifact is inductor's plain function.
+   Upstream: vllm/compilation/decorators.py, _try_load_aot_compiled_fn.
+   Delete when: vLLM asks whether the artifact has the method.
+   Test: tests/plugin/test_compat.py fails when vLLM's call changes; tests/e2e/test_engine.py restarts one.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_PATCHED = "_vllm_zen_stock"
+
+
+def apply() -> None:
+    """Applies every entry. Idempotent. Raises AttributeError where vLLM or torch moved a name."""
+    _replace_linear_dispatch()
+    _let_saved_graphs_load()
+
+
+def _replace_linear_dispatch() -> None:
+    from vllm.model_executor.layers import utils
+
+    from vllm_zen.linear.dispatch import dispatch
+
+    stock = utils.dispatch_cpu_unquantized_gemm
+    if hasattr(stock, _PATCHED):
+        return
+
+    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+        dispatch(layer, remove_weight)
+
+    setattr(dispatch_cpu_unquantized_gemm, _PATCHED, stock)
+    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+
+
+def _let_saved_graphs_load() -> None:
+    stock = torch.compiler.load_compiled_function
+    if hasattr(stock, _PATCHED):
+        return
+
+    @functools.wraps(stock)
+    def load_compiled_function(*args: Any, **kwargs: Any) -> Any:
+        loaded: Any = stock(*args, **kwargs)
+        artifact = loaded._artifacts.compiled_fn
+        if not hasattr(artifact, "finalize_loading"):
+            artifact.finalize_loading = lambda _: None  # inductor's function is complete once loaded
+        return loaded
+
+    setattr(load_compiled_function, _PATCHED, stock)
+    torch.compiler.load_compiled_function = load_compiled_function
+
+
+def stock_dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """vLLM's own choice for a layer, as it is without zentorch: SGL, oneDNN or torch."""
+    from vllm.model_executor.layers import utils
+
+    current = utils.dispatch_cpu_unquantized_gemm
+    with _stock_linear_path():
+        getattr(current, _PATCHED, current)(layer, remove_weight)
+
+
+@contextlib.contextmanager
+def _stock_linear_path() -> Iterator[None]:
+    """Hides the Zen platform from vLLM's function, whose zentorch branch comes first otherwise."""
+    from vllm_zen.platform import ZenCpuPlatform
+
+    ZenCpuPlatform.hide_zen = True
+    try:
+        yield
+    finally:
+        ZenCpuPlatform.hide_zen = False

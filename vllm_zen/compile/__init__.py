@@ -1,0 +1,1 @@
+"""What vllm-zen adds to torch.compile."""

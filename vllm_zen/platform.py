@@ -1,0 +1,86 @@
+"""ZenCpuPlatform: vLLM's CPU platform with this project's parts in place of the slow ones."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+
+from vllm_zen import activation, envs, zentorch
+from vllm_zen.activation import logger
+from vllm_zen.errors import UnsupportedError
+from vllm_zen.options import Options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+WORKER_CLASS = "vllm_zen.worker.ZenWorker"
+
+
+class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
+    """The platform of a process on a Zen CPU. `_enum` stays CPU: all of vLLM's CPU code applies."""
+
+    device_name: str = "cpu"
+    device_type: str = "cpu"
+
+    # True while compat.stock_linear_path() lets vLLM choose as it would without zentorch.
+    hide_zen: bool = False
+
+    def is_zen_cpu(self) -> bool:
+        """Turns on vLLM's in-tree zentorch branches (quantized and MoE layers)."""
+        return not type(self).hide_zen
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """No float16: no Zen up to 5 computes in it. The first is what `auto` falls back to."""
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def pre_register_and_update(cls, parser: "FlexibleArgumentParser | None" = None) -> None:
+        """Makes our variables known to vLLM: no warning about them, and part of its compile cache's key."""
+        import vllm.envs
+
+        for variable in envs.VARIABLES:
+            vllm.envs.environment_variables.setdefault(variable.name, variable.read)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Refuses what no Zen CPU runs, then fills in this platform's choices."""
+        from vllm_zen.compile import backports
+
+        model_config = vllm_config.model_config
+        if model_config is not None and model_config.dtype == torch.float16:
+            raise UnsupportedError(
+                "--dtype float16 is refused: zentorch and vllm-zen have no float16 kernels for Zen CPUs. "
+                "Use --dtype bfloat16 (what auto chooses for float16 checkpoints) or --dtype float32."
+            )
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = WORKER_CLASS
+        Options.from_additional_config(vllm_config.additional_config)
+        cls._key_compile_cache(vllm_config)
+        backports.apply()
+        super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:
+        """Adds what decides the traced graph to the configuration vLLM hashes for its compile cache.
+
+        Without it a graph that calls zentorch with packed weights is found again by a start that packs
+        nothing (vLLM leaves VLLM_ZENTORCH_WEIGHT_PREPACK out of the key) or that has no zentorch.
+        """
+        if not isinstance(vllm_config.additional_config, dict):
+            logger.warning("additional_config is not a dict: run with a fresh VLLM_CACHE_ROOT after changes")
+            return
+        vllm_config.additional_config["vllm_zen_graph"] = {
+            "linear": envs.linear(),
+            "zentorch": zentorch.load().describe(),
+            "prepack": envs.weight_prepack() and zentorch.prepack_agrees()[0],
+            "features": sorted(activation.cpuid_features()),
+            "isa": envs.isa(),
+        }
+
+    @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """vLLM's check for unknown VLLM_* names, after ours are made known to it."""
+        cls.pre_register_and_update()
+        super().validate_environ(hard_fail)
