@@ -31,7 +31,8 @@ def load(library: Path = LIBRARY) -> NativeStatus:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         torch.ops.vllm_zen.isa  # noqa: B018  raises AttributeError where the library registered nothing
     except (OSError, RuntimeError, AttributeError) as error:
-        return NativeStatus(False, str(error).strip().partition("\n")[0])
+        cause = error.__cause__ or error  # torch wraps the loader's message in one without it
+        return NativeStatus(False, str(cause).strip().partition("\n")[0])
     _register_fakes()
     return NativeStatus(True)
 
