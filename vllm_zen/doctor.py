@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_zen import __version__, activation, cpu, envs, host, zentorch
+from vllm_zen import __version__, activation, binding, cpu, envs, host, zentorch
 
 State = Literal["ok", "warn", "fail"]
 
@@ -160,36 +160,25 @@ def _plugins() -> Iterator[Row]:
 def _threads() -> Iterator[Row]:
     allowed = host.allowed_cpus()
     quota = host.cpu_quota()
-    binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     may = f"may use CPUs {host.format_cpu_list(allowed)}"
     if quota is not None:
         may += f" and {quota:g} CPUs of time"
-    if binding == "auto":
+    environ = dict(os.environ)
+    try:
+        corrections = binding.apply(environ, ranks=environ.get(binding.BIND, "").count("|") + 1)
+    except ValueError as error:
+        yield Row("threads", "fail", f"{may}. {error}", "correct the variable or unset it")
+        return
+    value = environ.get(binding.BIND, "auto")
+    if value == "auto":
         given = host.vllm_auto_binding(allowed)
-    elif binding == "nobind":
-        given = allowed
     else:
-        try:
-            given = host.parse_cpu_list(binding.partition("|")[0])
-        except ValueError:
-            fix = "auto, nobind, or CPU ids such as 0-7,16; one list a worker, split by |"
-            yield Row("threads", "fail", f"VLLM_CPU_OMP_THREADS_BIND={binding!r} is not a list of CPUs", fix)
-            return
-    detail = f"{may}; a worker gets {len(given)} compute threads on {host.format_cpu_list(given)}"
-    outside = sorted(set(given) - set(allowed))
-    everything = host.format_cpu_list(sorted(max(core) for core in host.physical_cores(allowed)))
-    if outside:
-        yield Row("threads", "fail", f"{detail}, but CPUs {outside} are not ours to use", "correct the list")
-    elif quota is not None and quota < len(given):
-        first = host.format_cpu_list(given[: max(1, int(quota))])
-        yield Row("threads", "warn", f"{detail}: throttled", f"VLLM_CPU_OMP_THREADS_BIND={first}")
-    elif binding == "auto" and 1 < len(allowed) <= 4:
-        hint = (
-            f"vLLM keeps one core for its scheduler; VLLM_CPU_OMP_THREADS_BIND={everything} computes on all"
-        )
-        yield Row("threads", "ok", detail, hint)
-    else:
-        yield Row("threads", "ok", detail)
+        given = allowed if value == "nobind" else host.parse_cpu_list(value.partition("|")[0])
+    detail = f"{may}; one worker gets {len(given)} compute threads on {host.format_cpu_list(given)}"
+    if quota is not None and len(given) > max(1, quota):
+        yield Row("threads", "warn", f"{detail}: throttled", f"unset {binding.BIND}")
+        return
+    yield Row("threads", "ok", detail, "; ".join(correction.why for correction in corrections))
 
 
 def _compiler() -> Iterator[Row]:

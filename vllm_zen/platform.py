@@ -1,11 +1,12 @@
 """ZenCpuPlatform: vLLM's CPU platform with this project's parts in place of the slow ones."""
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_zen import activation, envs, zentorch
+from vllm_zen import activation, binding, envs, zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.options import Options
@@ -57,9 +58,22 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER_CLASS
         Options.from_additional_config(vllm_config.additional_config)
+        cls._bind_threads(vllm_config)
         cls._key_compile_cache(vllm_config)
         backports.apply()
         super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def _bind_threads(cls, vllm_config: "VllmConfig") -> None:
+        """Refuses wrong values of vLLM's CPU variables now, not deep in a worker, and says what is corrected.
+
+        The processes vLLM starts later inherit the corrected environment, and find nothing to correct.
+        """
+        parallel = vllm_config.parallel_config
+        for correction in binding.apply(
+            os.environ, parallel.local_world_size * max(1, parallel.data_parallel_size_local)
+        ):
+            logger.warning("vllm-zen: %s.", correction.why)
 
     @classmethod
     def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:

@@ -145,7 +145,7 @@ def test_a_broken_native_library(tmp_path, kind):
         ({"VLLM_ZEN_ISA": "bogus"}, "variables", "fail", "VLLM_ZEN_ISA='bogus'"),
         ({"VLLM_ZEN_FOO": "1"}, "variables", "warn", "VLLM_ZEN_FOO is set, but no such variable"),
         ({"ZENDNNL_MATMUL_ALGO": "2"}, "prepack", "warn", "ZENDNNL_MATMUL_ALGO=2"),
-        ({"VLLM_CPU_OMP_THREADS_BIND": "0-4095"}, "threads", "fail", "not ours to use"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-4095"}, "threads", "fail", "but this process may use"),
     ],
 )
 def test_the_environment(environment, name, state, words):

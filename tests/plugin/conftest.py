@@ -8,6 +8,12 @@ import pytest
 from models import build_llama
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform writes the thread binding into the environment; it must not reach later tests."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two models that differ in whether the output head is tied to the embedding table."""

@@ -1,10 +1,12 @@
 """ZenCpuPlatform as vLLM's configuration meets it."""
 
+import os
+
 import pytest
 import torch
 
-from vllm_zen import envs
-from vllm_zen.errors import UnsupportedError
+from vllm_zen import envs, host
+from vllm_zen.errors import EnvironmentVariableError, UnsupportedError
 
 
 def configure(config):
@@ -52,6 +54,29 @@ def test_wrong_options_are_refused_before_any_weight_is_read(engine_config, opti
     config = engine_config("untied", additional_config={"vllm_zen": options})
     with pytest.raises(UnsupportedError, match=r"additional-config.*pack_tied_head"):
         configure(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_CPU_OMP_THREADS_BIND", "abc"),
+        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "-1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "4GB"),
+    ],
+)
+def test_wrong_cpu_variables_are_refused_before_any_weight_is_read(engine_config, monkeypatch, name, value):
+    """Case T04 without our launcher; tests/unit/test_binding.py has the whole list."""
+    config = engine_config("untied")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentVariableError, match=name):
+        configure(config)
+
+
+def test_the_corrected_binding_is_what_workers_inherit(engine_config, monkeypatch):
+    cores = host.physical_cores(host.numa_nodes(host.allowed_cpus())[0])
+    configure(engine_config("untied"))
+    corrected = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "auto"
+    assert corrected == (1 < len(cores) <= 4 or host.cpu_quota() is not None)
 
 
 def test_vllm_knows_our_variables(monkeypatch, caplog):

@@ -1,0 +1,121 @@
+"""vLLM's CPU variables: case T04's whole list, and the corrected thread default (T01, T03)."""
+
+import pytest
+
+from vllm_zen import binding
+from vllm_zen.errors import EnvironmentVariableError
+
+TWO = [0, 1]
+
+
+def bind(value, ranks=1, allowed=TWO):
+    return binding.check_binding({binding.BIND: value}, ranks, allowed)
+
+
+@pytest.mark.parametrize("value", ["auto", "nobind", "0", "1", "0,1", "0-1"])
+def test_right_values_stay(value):
+    assert bind(value) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("auto ", "auto"), ("", "auto"), (" nobind", "nobind"), ("0,0", "0"), ("0, 1", "0-1"), ("0-1,1", "0-1")],
+)
+def test_harmless_mistakes_are_corrected_with_a_line(value, meant):
+    [correction] = bind(value)
+    assert (correction.name, correction.value) == (binding.BIND, meant)
+    assert repr(value) in correction.why and repr(meant) in correction.why
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("0-31", "names CPUs 2-31, but this process may use 0-1 only"),
+        ("1-", "'1-' is neither a CPU id nor a range"),
+        ("abc", "'abc' is neither a CPU id nor a range"),
+        ("-1", "'-1' is neither a CPU id nor a range"),
+        ("0,,1", "'' is neither a CPU id nor a range"),
+        ("0|1", "holds 2 CPU lists for 1 workers"),
+        ("1-0", "the range '1-0' runs backwards. Write 0-1"),
+        ("AUTO", "'AUTO' is neither a CPU id nor a range"),
+        ("\u0661", "is neither a CPU id nor a range"),
+    ],
+)
+def test_wrong_values_are_refused_with_the_value_and_the_way_out(value, words):
+    with pytest.raises(EnvironmentVariableError) as refused:
+        bind(value)
+    message = str(refused.value)
+    assert words in message and repr(value) in message and len(message.splitlines()) == 1
+    assert "Unset it" in message or "Write" in message or "Use those" in message
+
+
+def test_one_list_a_worker():
+    assert bind("0|1", ranks=2) == []
+    with pytest.raises(EnvironmentVariableError, match="holds 1 CPU lists for 2 workers"):
+        bind("0-1", ranks=2)
+
+
+@pytest.mark.parametrize("value", ["2", "9", "-1", "one", "", "1.5"])
+def test_wrong_reserved_counts_are_refused(value):
+    with pytest.raises(EnvironmentVariableError, match="whole number from 0 to 1"):
+        binding.check_reserved({binding.RESERVED: value}, cores=2)
+
+
+@pytest.mark.parametrize("environ", [{}, {binding.RESERVED: "0"}, {binding.RESERVED: "1"}])
+def test_right_reserved_counts_pass(environ):
+    binding.check_reserved(environ, cores=2)
+
+
+@pytest.mark.parametrize("value", ["4GB", "-1", "0", "1e6", "25", "0.5", "four"])
+def test_wrong_kv_spaces_are_refused(value):
+    with pytest.raises(EnvironmentVariableError, match="whole number of GiB, without a unit, from 1 to 24"):
+        binding.check_kv_space({binding.KV_SPACE: value}, 24 * 2**30)
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {binding.KV_SPACE: ""}, {binding.KV_SPACE: "1"}, {binding.KV_SPACE: "24"}]
+)
+def test_right_kv_spaces_pass(environ):
+    binding.check_kv_space(environ, 24 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "value"),
+    [
+        ([0, 1], None, "0-1"),
+        ([0, 1, 2, 3], None, "0-3"),
+        ([4, 6], None, "4,6"),
+        ([0, 1], 1.0, "0"),
+        ([0, 1], 1.5, "0"),
+        ([0, 1], 0.5, "0"),
+        ([0, 1], 2.0, "0-1"),
+        (list(range(96)), 8.0, "0-7"),
+    ],
+)
+def test_the_default_is_corrected_on_few_cores_and_under_a_quota(cores, quota, value):
+    [correction] = binding.better_default({}, 1, cores, quota)
+    assert (correction.name, correction.value) == (binding.BIND, value)
+    assert "keeps vLLM's choice" in correction.why
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks", "cores"),
+    [
+        ({}, 1, [0]),
+        ({}, 1, list(range(8))),
+        ({}, 2, [0, 1]),
+        ({binding.BIND: "0"}, 1, [0, 1]),
+        ({binding.BIND: "nobind"}, 1, [0, 1]),
+        ({binding.BIND: "auto", binding.RESERVED: "1"}, 1, [0, 1]),
+    ],
+    ids=["one core", "many cores", "two workers", "a list", "nobind", "the switch"],
+)
+def test_the_default_stays(environ, ranks, cores):
+    assert binding.better_default(environ, ranks, cores, None) == []
+
+
+def test_apply_writes_what_vllm_reads():
+    environ = {binding.BIND: f"{min(binding.host.allowed_cpus())},{min(binding.host.allowed_cpus())}"}
+    [correction] = binding.apply(environ, 1)
+    assert environ[binding.BIND] == correction.value == str(min(binding.host.allowed_cpus()))
+    assert binding.apply(environ, 1) == []
