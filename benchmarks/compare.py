@@ -1,0 +1,140 @@
+"""vllm-zen and stock vLLM in one interleaved run: build time with a warm cache, prefill, decode, memory.
+
+    benchmarks/compare.py MODEL [--pairs 5] [--batch 1] [--prompt-tokens 512] [--steps 64] [--dtype bfloat16]
+                          [--json FILE] [--env NAME=VALUE ...]
+
+Stock is the same vLLM with every plugin off (VLLM_PLUGINS=""). Each side first runs once unmeasured, which
+fills its compile cache; then A B A B ... The ratio is taken pair by pair, so that a machine whose speed
+drifts does not decide it. Nothing else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_zen import cpu
+
+CHILD = Path(__file__).parent / "engine_child.py"
+TIMEOUT_SECONDS = 900
+SIDES = ("zen", "stock")
+ROWS = {
+    "build_s": ("engine built, warm cache", "s", 1.0),
+    "prefill_s": ("prefill", "s", 1.0),
+    "decode_step_s": ("decode step", "ms", 1e3),
+    "worker_rss_bytes": ("worker's resident memory", "MiB", 2.0**-20),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="for the zen side only"
+    )
+    parser.add_argument("--json", type=Path, help="write every measurement here")
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace, side: str, folder: Path) -> dict[str, float]:
+    """Runs one engine of one side to its end and returns what it measured."""
+    output = folder / "result.json"
+    output.unlink(missing_ok=True)
+    request = {
+        "engine": {
+            "model": arguments.model,
+            "dtype": arguments.dtype,
+            "enforce_eager": arguments.enforce_eager,
+            "max_model_len": arguments.prompt_tokens + arguments.steps + 64,
+            "kv_cache_memory_bytes": 2**30,
+            "disable_log_stats": True,
+            "enable_prefix_caching": False,
+        },
+        "prompt_tokens": arguments.prompt_tokens,
+        "batch": arguments.batch,
+        "steps": arguments.steps,
+        "output": str(output),
+    }
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(folder / side)}
+    if side == "stock":
+        environment["VLLM_PLUGINS"] = ""
+    else:
+        environment.update(item.split("=", 1) for item in arguments.env)
+    with (folder / f"{side}.log").open("ab") as log:
+        subprocess.run(
+            [sys.executable, str(CHILD), json.dumps(request)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            timeout=TIMEOUT_SECONDS,
+            check=True,
+        )
+    result: dict[str, float] = json.loads(output.read_text())
+    return result
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """The unmeasured first runs, then the pairs, with a line of progress for each."""
+    results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    began = time.monotonic()
+    for pair in range(arguments.pairs + 1):
+        for side in SIDES:
+            result = measure(arguments, side, folder)
+            if pair:
+                results[side].append(result)
+            done = "warm-up" if not pair else f"pair {pair}/{arguments.pairs}"
+            print(f"{time.monotonic() - began:6.0f} s  {done:<10} {side}", file=sys.stderr, flush=True)
+    return results
+
+
+def table(results: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Median and range of each side, and of the ratio zen/stock pair by pair."""
+    rows = []
+    for key, (name, unit, scale) in ROWS.items():
+        zen, stock = ([result[key] * scale for result in results[side]] for side in SIDES)
+        ratios = [a / b for a, b in zip(zen, stock, strict=True)]
+        rows.append(
+            {
+                "what": name,
+                "unit": unit,
+                "zen": [min(zen), statistics.median(zen), max(zen)],
+                "stock": [min(stock), statistics.median(stock), max(stock)],
+                "ratio": [min(ratios), statistics.median(ratios), max(ratios)],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    info = cpu.read_cpuinfo()
+    with tempfile.TemporaryDirectory(prefix="vllm-zen-bench-") as name:
+        rows = table(run(arguments, Path(name)))
+    print(f"{info.describe()}, {info.num_cpus} CPUs; {' '.join(sys.argv)}\n")
+    print("| | vllm-zen | stock vLLM | ratio (min to max) |\n|---|---|---|---|")
+    for row in rows:
+        low, middle, high = row["ratio"]
+        print(
+            f"| {row['what']} | {row['zen'][1]:.4g} {row['unit']} | {row['stock'][1]:.4g} {row['unit']} "
+            f"| {middle:.3f} ({low:.3f} to {high:.3f}) |"
+        )
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"cpu": info.describe(), "argv": sys.argv, "rows": rows}, indent=2)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The demo model through `vllm serve` and the real openai client."""
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url, api_key="none", timeout=120, max_retries=0)
+
+
+def test_a_chat_names_paris(client):
+    answer = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=32)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_streaming_gives_the_same_text_in_pieces(client):
+    ask = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 32}
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    chunks = list(client.chat.completions.create(**ask, stream=True))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole
+    assert sum(bool(piece) for piece in pieces) > 1
+
+
+def test_usage_counts_are_right(client, demo_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    expected = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    usage = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=0, max_tokens=5
+    ).usage
+    assert usage.prompt_tokens == expected
+    assert usage.completion_tokens == 5
+    assert usage.total_tokens == expected + 5
+
+
+def test_an_unknown_model_is_404(client):
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="no-such-model", messages=QUESTION)
+
+
+def test_a_prompt_above_the_limit_is_400(client):
+    with pytest.raises(openai.BadRequestError, match="1024"):
+        client.completions.create(model="smollm2", prompt="one " * 1100, max_tokens=1)
+
+
+def test_the_log_says_what_is_active(server):
+    """One start-up line, from the worker, with every part named."""
+    lines = [line for line in server.log.read_text().splitlines() if "vllm-zen 0" in line]
+    assert len(lines) == 1
+    for part in ("| isa ", "| zentorch ", "| linear ", "| attention vllm", " threads on "):
+        assert part in lines[0], lines[0]
