@@ -2,7 +2,7 @@
 
 import torch
 
-# One unit in the last place, relative, of a value rounded to nearest is at most half of this.
+# The distance from 1 to the next value. Rounding to nearest is off by at most half of it, relatively.
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 
 
@@ -10,15 +10,17 @@ def linear_bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """Bound on |computed - exact| for x [M, K] times weight [N, K] transposed plus bias [N]: float64 [M, N].
 
     A float32 sum of K products in any order is off by at most K * eps32 * sum |x||w| (Higham, Accuracy and
-    Stability of Numerical Algorithms, section 3.1, to first order); the result is rounded to x's dtype
-    once, and once more where a bias is added to an already rounded product.
+    Stability of Numerical Algorithms, section 3.1, to first order). The result is rounded to x's dtype, and
+    some libraries round the product once before they add a bias.
     """
+    product = x.double() @ weight.double().t()
     magnitude = x.double().abs() @ weight.double().abs().t()
+    rounded = product.abs()
     if bias is not None:
         magnitude = magnitude + bias.double().abs()
-    exact = linear_exact(x, weight, bias)
+        rounded = rounded + (product + bias.double()).abs()
     accumulation = (x.shape[-1] + 2) * EPS[torch.float32] * magnitude
-    return accumulation + EPS[x.dtype] * (exact.abs() + accumulation)
+    return accumulation + EPS[x.dtype] / 2 * (rounded + 2 * accumulation)
 
 
 def linear_exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

