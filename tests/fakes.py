@@ -7,6 +7,7 @@ find the fakes the way they would find a user's broken packages.
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,15 @@ def installation(folder: Path, without: Iterable[str] = ()) -> Path:
             link = folder / entry.name
             if name not in left_out and not link.exists() and not entry.name.startswith("__pycache__"):
                 link.symlink_to(entry)
+    return folder
+
+
+def copy_with_library(folder: Path, content: bytes | None) -> Path:
+    """A copy of the installed vllm_zen with another native library, or none. Returns the folder."""
+    copy = folder / "vllm_zen"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if content is not None:
+        (copy / "libvllm_zen.so").write_bytes(content)
     return folder
 
 

@@ -216,7 +216,7 @@ def prepare(
 def why_unusable(folder: Path, source_sha256: str | None) -> str | None:
     """Why the checkpoint in `folder` must be built anew; None when whole and (if given) of this source."""
     # Every byte is hashed on every call: 273 MB of copy and 98 MB of source take 0.4 s from the page cache on
-    # a Zen 4 core (SHA-NI), small beside a start of vLLM, which reads the copy anyway. Size and time stamp
+    # a Zen 3 core (SHA-NI), small beside a start of vLLM, which reads the copy anyway. Size and time stamp
     # would be cheaper but would not see a damaged block.
     if not folder.exists():
         return "there is no copy yet"

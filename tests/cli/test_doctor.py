@@ -7,7 +7,7 @@ import subprocess
 import fakes
 import pytest
 
-from vllm_zen import activation, cpu, doctor, ops, zentorch
+from vllm_zen import activation, cpu, doctor, zentorch
 
 ROW = {"name", "state", "detail", "fix"}
 
@@ -161,14 +161,6 @@ def test_a_vllm_that_is_no_cpu_build(tmp_path):
     assert "0.32.0+cu129" in row["detail"] and row["fix"]
 
 
-def copy_with_library(folder, content: bytes | None):
-    package = folder / "vllm_zen"
-    shutil.copytree(fakes.PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    if content is not None:
-        (package / ops.LIBRARY.name).write_bytes(content)
-    return folder
-
-
 def with_unresolved_symbol(folder) -> bytes:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
@@ -184,7 +176,7 @@ def test_a_broken_native_library(tmp_path, kind):
     content = {"missing": None, "garbage": b"not a library" * 1000}.get(kind)
     if kind == "unresolved":
         content = with_unresolved_symbol(tmp_path)
-    rows = examine(copy_with_library(tmp_path / "copy", content), until=("native", ""))
+    rows = examine(fakes.copy_with_library(tmp_path / "copy", content), until=("native", ""))
     row = row_of(rows, "native", "fail")
     expected = {
         "missing": "is missing from",
