@@ -4,7 +4,6 @@ Left alone, a wrong value of these ends in a bare conversion or assertion error 
 or in threads outside the CPUs this process may use. Standard library only.
 """
 
-import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -141,18 +140,37 @@ def better_default(
     return [Correction(BIND, value, line, of_user=False)]
 
 
-def apply(environ: MutableMapping[str, str], ranks: int) -> list[Correction]:
-    """Checks all three variables on this host and writes the corrections into `environ`, for vLLM to read.
+# What apply() wrote here without being asked: to a later engine in this process it is no user's choice.
+_written: dict[str, str] = {}
 
-    `ranks` is the number of worker processes this host runs. Raises EnvironmentVariableError.
+
+def apply(
+    environ: MutableMapping[str, str], world_size: int, replicas: int = 1, replica: int | None = None
+) -> list[Correction]:
+    """Checks all three variables on this host and writes corrections into `environ`, for vLLM to read.
+
+    `world_size` is the number of workers of one engine on this host, `replicas` the number of data-parallel
+    engines this process starts here, and `replica` the local rank of this one where something else starts
+    them: vLLM then takes that rank's share of the lists. Raises EnvironmentVariableError.
     """
+    if environ.get(BIND) is not None and environ[BIND] == _written.get(BIND):
+        del environ[BIND]
     allowed = host.allowed_cpus()
-    node = host.numa_nodes(allowed)[0]
-    cores = sorted(max(core) for core in host.physical_cores(node))
     check_reserved(environ, len(host.physical_cores(allowed)))
-    check_kv_space(environ, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    check_kv_space(environ, host.memory_limit())
+    if replica is not None:
+        ranks = max(environ.get(BIND, "").count("|") + 1, (replica + 1) * world_size)
+    else:
+        ranks = world_size * max(1, replicas)
     corrections = check_binding(environ, ranks, allowed)
-    corrections += better_default(environ, ranks, cores, host.cpu_quota())
+    # With either of these the user has placed the worker, and vLLM follows.
+    placed = environ.get("CPU_VISIBLE_MEMORY_NODES") or environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
+    if not placed and replica is None:
+        node = host.numa_nodes(allowed)[0]
+        cores = sorted(max(core) for core in host.physical_cores(node))
+        corrections += better_default(environ, ranks, cores, host.cpu_quota())
     for correction in corrections:
         environ[correction.name] = correction.value
+        if not correction.of_user:
+            _written[correction.name] = correction.value
     return corrections

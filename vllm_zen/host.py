@@ -68,6 +68,17 @@ def cpu_quota(root: Path = CGROUP_ROOT) -> float | None:
     return quota_us / period_us if quota_us > 0 and period_us > 0 else None
 
 
+def memory_limit(root: Path = CGROUP_ROOT) -> int:
+    """Bytes of memory this process may use: the machine's, or the limit at the cgroup's mount root."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limit = min(limit, int((root / name).read_text()))
+        except (OSError, ValueError):  # not this version of cgroups, or `max`
+            continue
+    return limit
+
+
 def physical_cores(cpus: list[int], sysfs: Path = SYSFS) -> list[list[int]]:
     """The given CPU ids grouped by the core they share. Where the topology is not stated, each is its own."""
     cores: dict[tuple[int, ...], list[int]] = {}

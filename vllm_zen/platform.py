@@ -1,5 +1,6 @@
 """ZenCpuPlatform: vLLM's CPU platform with this project's parts in place of the slow ones."""
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -7,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_zen import activation, binding, envs, zentorch
+from vllm_zen import activation, binding, compat, envs, zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.options import Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 WORKER_CLASS = "vllm_zen.worker.ZenWorker"
 
@@ -25,25 +25,21 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
     device_name: str = "cpu"
     device_type: str = "cpu"
 
-    # True while compat.stock_linear_path() lets vLLM choose as it would without zentorch.
+    # True while compat.stock_dispatch() lets vLLM choose as it would without zentorch.
     hide_zen: bool = False
 
     def is_zen_cpu(self) -> bool:
-        """Turns on vLLM's in-tree zentorch branches (quantized and MoE layers)."""
-        return not type(self).hide_zen
+        """Turns on vLLM's in-tree zentorch branches (quantized, MoE and vision layers).
+
+        Those ask whether an op exists, not whether it runs here. So where zentorch is broken or has no
+        bfloat16 on this CPU, the answer is no, and they take vLLM's other kernels.
+        """
+        return not type(self).hide_zen and _in_tree_zentorch_runs()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         """No float16: no Zen up to 5 computes in it. The first is what `auto` falls back to."""
         return [torch.bfloat16, torch.float32]
-
-    @classmethod
-    def pre_register_and_update(cls, parser: "FlexibleArgumentParser | None" = None) -> None:
-        """Makes our variables known to vLLM: no warning about them, and part of its compile cache's key."""
-        import vllm.envs
-
-        for variable in envs.VARIABLES:
-            vllm.envs.environment_variables.setdefault(variable.name, variable.read)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -72,10 +68,12 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         """
         parallel = vllm_config.parallel_config
         for correction in binding.apply(
-            os.environ, parallel.local_world_size * max(1, parallel.data_parallel_size_local)
+            os.environ,
+            parallel.local_world_size,
+            parallel.data_parallel_size_local,
+            parallel.data_parallel_rank_local,
         ):
-            level = logging.WARNING if correction.of_user else logging.INFO
-            logger.log(level, "vllm-zen: %s.", correction.why)
+            _log_once(logging.WARNING if correction.of_user else logging.INFO, correction.why)
 
     @classmethod
     def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:
@@ -97,6 +95,19 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """vLLM's check for unknown VLLM_* names, after ours are made known to it."""
-        cls.pre_register_and_update()
+        """vLLM's check for unknown VLLM_* names, with ours known to it."""
+        compat.declare_variables()
         super().validate_environ(hard_fail)
+
+
+@functools.cache
+def _in_tree_zentorch_runs() -> bool:
+    if zentorch.load().state == "absent":
+        return True  # without the ops the branches are closed by themselves
+    return zentorch.supports_linear(torch.bfloat16)[0]
+
+
+@functools.cache
+def _log_once(level: int, line: str) -> None:
+    """vLLM makes further configurations from the first one, each of which comes through here."""
+    logger.log(level, "vllm-zen: %s.", line)

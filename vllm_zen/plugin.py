@@ -37,6 +37,8 @@ def register() -> None:
     envs.check_all()
     decision = activation.decide()
     if not decision.active:
+        if envs.isa() != envs.ISA.default:
+            _check_native()  # forcing a table the CPU lacks is an error here too
         _say(f"vllm-zen steps aside: {decision.reason}. vLLM's own platform serves.")
         return
     from vllm.platforms import current_platform
@@ -65,11 +67,11 @@ def _check_zentorch() -> None:
     if status.usable and envs.weight_prepack() and not agrees:
         _warn(f"linear weights are not packed: {reason}.")
     if status.state == "absent":
-        _say(f"zentorch is not installed: oneDNN serves linear layers. To use it: {status.remedy}.")
+        _say(f"zentorch is not installed: vLLM's own path serves linear layers. To use it: {status.remedy}.")
     elif status.state == "broken":
         _degrade(
-            f"zentorch {status.version} is not used ({status.reason}; torch is {status.torch}): oneDNN "
-            f"serves linear layers. Way out: {status.remedy}."
+            f"zentorch {status.version} is not used ({status.reason}; torch is {status.torch}): vLLM's "
+            f"own path serves linear layers. Way out: {status.remedy}."
         )
 
 

@@ -14,7 +14,7 @@ def startup_line() -> str:
         f"isa {ops.isa()}" if native.ok else f"no native kernels ({native.reason})",
         zentorch.load().describe(),
         f"linear {dispatch.summary()}",
-        "attention vllm",
+        "attention vllm",  # the only one there is so far
         f"{torch.get_num_threads()} threads on {host.format_cpu_list(host.bound_cpus())}",
     ]
     return " | ".join(parts)

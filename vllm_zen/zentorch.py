@@ -107,7 +107,7 @@ def load() -> Status:
     try:
         importlib.import_module(PACKAGE)
         missing = [op for op in REQUIRED_OPS if not hasattr(ops(), op)]
-    except Exception as error:  # a broken native library raises whatever its loader likes
+    except (Exception, SystemExit) as error:  # a broken native library raises whatever its loader likes
         first_line = str(error).strip().partition("\n")[0]
         return replace(status, state="broken", reason=f"{type(error).__name__}: {first_line}", remedy=remedy)
     if missing:
@@ -129,6 +129,8 @@ def supports_linear(dtype: Any) -> tuple[bool, str]:
     status = load()
     if not status.usable:
         return False, status.describe()
+    # float32, packed, against oneDNN on 2 Zen 3 cores (2048x2048 to 8192x2048): 1.0 to 2.0 times as fast at
+    # M = 1 and 8, 0.8 to 0.9 times at M = 256. Decoding decides, and stock chooses the same on Zen.
     if dtype == torch.float32:
         return True, ""
     if dtype == torch.bfloat16:

@@ -1,5 +1,7 @@
 """A process group of one and a tiny model's configuration, so that real vLLM layers can be built."""
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,23 @@ import pytest
 from models import build_llama
 
 
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """vLLM's CPU platform and ours write to the environment (LD_PRELOAD, bindings): not for later tests."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The platform writes the thread binding into the environment; it must not reach later tests."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+def own_environment() -> Iterator[None]:
+    with restored_environment():
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "auto"
+        os.environ.pop("VLLM_CPU_NUM_OF_RESERVED_CPU", None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +46,7 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
-    with set_current_vllm_config(VllmConfig()):
+    with restored_environment(), set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{rendezvous}", 0, backend="gloo")
         initialize_model_parallel(1, 1)
     yield

@@ -2,10 +2,11 @@
 
 import os
 
+import fakes
 import pytest
 import torch
 
-from vllm_zen import envs, host
+from vllm_zen import envs, host, zentorch
 from vllm_zen.errors import EnvironmentVariableError, UnsupportedError
 
 
@@ -26,8 +27,41 @@ def test_it_is_a_cpu_platform_to_all_of_vllm():
 
     platform = ZenCpuPlatform()
     assert isinstance(platform, CpuPlatform) and platform._enum is PlatformEnum.CPU
-    assert platform.is_cpu() and platform.is_zen_cpu() and not platform.is_out_of_tree()
+    assert platform.is_cpu() and not platform.is_out_of_tree()
     assert platform.supported_dtypes == [torch.bfloat16, torch.float32]
+
+
+IS_ZEN = """
+import json
+from vllm_zen.platform import ZenCpuPlatform
+print(json.dumps(ZenCpuPlatform().is_zen_cpu()))
+"""
+
+
+def test_vllms_own_zentorch_branches_open_only_where_zentorch_runs():
+    """They ask for an op's name alone, and would raise in the first request without AVX512-BF16."""
+    assert fakes.ask(IS_ZEN) == (
+        zentorch.load().state == "absent" or zentorch.supports_linear(torch.bfloat16)[0]
+    )
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('two registrations')", "raise SystemExit(3)"])
+def test_they_stay_closed_for_a_broken_zentorch(tmp_path, code):
+    assert fakes.ask(IS_ZEN, fakes.zentorch(tmp_path, code)) is False
+
+
+ENGINE_ARGUMENTS = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=sys.argv[1], additional_config={"vllm_zen": {"no_such_option": True}}).create_engine_config()
+"""
+
+
+def test_a_refusal_reaches_the_user_through_vllms_own_wrapping(tiny_models, platform_environment):
+    """vLLM's configuration turns our error into a pydantic one, which keeps the text."""
+    result = fakes.python(ENGINE_ARGUMENTS, arguments=[str(tiny_models["untied"])], **platform_environment)
+    assert result.returncode != 0
+    assert "it takes an object with the keys pack_tied_head" in result.stderr
 
 
 def test_the_worker_is_ours_unless_another_is_chosen(engine_config):
@@ -51,7 +85,8 @@ def test_float16_is_refused_with_the_way_out(engine_config):
     "options", [{"pack_tied_heads": True}, {"pack_tied_head": "no"}, ["pack_tied_head"]], ids=str
 )
 def test_wrong_options_are_refused_before_any_weight_is_read(engine_config, options):
-    config = engine_config("untied", additional_config={"vllm_zen": options})
+    config = engine_config("untied")
+    config.additional_config = {"vllm_zen": options}
     with pytest.raises(UnsupportedError, match=r"additional-config.*pack_tied_head"):
         configure(config)
 
@@ -76,7 +111,8 @@ def test_the_corrected_binding_is_what_workers_inherit(engine_config, monkeypatc
     cores = host.physical_cores(host.numa_nodes(host.allowed_cpus())[0])
     configure(engine_config("untied"))
     corrected = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "auto"
-    assert corrected == (1 < len(cores) <= 4 or host.cpu_quota() is not None)
+    quota = host.cpu_quota()
+    assert corrected == (1 < len(cores) <= 4 or (quota is not None and quota < len(cores)))
 
 
 def test_vllm_knows_our_variables(monkeypatch, caplog):

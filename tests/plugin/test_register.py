@@ -3,6 +3,8 @@
 import fakes
 import pytest
 
+from vllm_zen import activation
+
 REGISTER = """
 import json
 from vllm_zen import plugin
@@ -60,6 +62,18 @@ def test_a_wrong_variable_ends_the_start(name):
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("vllm_zen.errors.EnvironmentVariableError: ") and f"{name}='2'" in last
+
+
+def test_a_table_this_cpu_lacks_ends_the_start_even_where_the_platform_steps_aside():
+    if activation.cpuid_features() >= {"avx512_bf16", "avx512_vnni"}:
+        pytest.skip("this CPU runs every table")
+    result = register(VLLM_ZEN_ISA="zen4")
+    assert result.returncode != 0
+    assert (
+        result.stderr.strip()
+        .splitlines()[-1]
+        .startswith("vllm_zen.errors.UnsupportedError: VLLM_ZEN_ISA=zen4")
+    )
 
 
 def test_vllm_target_device_is_named_with_the_way_out(platform_environment):

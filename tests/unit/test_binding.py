@@ -119,3 +119,26 @@ def test_apply_writes_what_vllm_reads():
     [correction] = binding.apply(environ, 1)
     assert environ[binding.BIND] == correction.value == str(min(binding.host.allowed_cpus()))
     assert binding.apply(environ, 1) == []
+
+
+def test_our_own_default_is_not_the_users_for_a_later_engine(monkeypatch):
+    """LLM() of one worker, then one of two: the first one's correction must not count as a wrong list."""
+    monkeypatch.setattr(binding, "_written", {binding.BIND: "0-1"})
+    environ = {binding.BIND: "0-1"}
+    assert binding.apply(environ, 2) == [] and binding.BIND not in environ
+
+
+def test_an_engine_that_something_else_placed_is_left_alone():
+    """A data-parallel rank of an outside launcher takes its share of the lists; vLLM asserts on too few."""
+    cpu = min(binding.host.allowed_cpus())
+    lists = {binding.BIND: f"{cpu}|{cpu}"}
+    assert binding.apply(lists, 1, replica=1) == []
+    assert binding.apply({}, 1, replica=0) == []
+    with pytest.raises(EnvironmentVariableError, match="holds 1 CPU lists for 2 workers"):
+        binding.apply({binding.BIND: str(cpu)}, 1, replica=1)
+    assert binding.apply(lists, 1, replicas=2) == []
+
+
+@pytest.mark.parametrize("name", ["CPU_VISIBLE_MEMORY_NODES", "VLLM_CPU_SIM_MULTI_NUMA"])
+def test_a_worker_placed_by_memory_node_keeps_vllms_binding(name):
+    assert binding.apply({name: "1"}, 1) == []

@@ -1,4 +1,8 @@
-"""Fixes of torch that a supported torch release lacks. The one place that asks for a version."""
+"""Fixes of torch for releases that lack them. The one place that asks for a version.
+
+pyproject.toml asks for torch 2.13, which needs none of these: the one below is for an installation that was
+made to run on torch 2.10 all the same, where every compilation would otherwise miss the cache.
+"""
 
 import functools
 import re
@@ -18,7 +22,7 @@ def patch_pickler(pickler: type[Any], bypass: type[Exception]) -> bool:
 
     Symptom: a packed weight is a view into a larger buffer, which torch 2.10's FxGraphCachePickler.dumps
     answers with a ValueError it does not catch, so every compilation misses the cache.
-    Upstream: pytorch PR 176557, in torch 2.11. Delete when: torch 2.10 is out of the supported range.
+    Upstream: pytorch PR 176557, in torch 2.11. Delete when: nobody runs vLLM 0.32 on torch 2.10.
     """
     original = pickler.dumps
     if hasattr(original, _PATCHED):

@@ -65,8 +65,10 @@ def choose(weight: torch.Tensor) -> Backend:
     )
 
 
-def _attach(layer: Any, remove_weight: bool) -> None:
-    _served_by[choose(layer.weight).attach(layer, remove_weight)] += 1
+def _attach(layer: Any, remove_weight: bool) -> str:
+    name = choose(layer.weight).attach(layer, remove_weight)
+    _served_by[name] += 1
+    return name
 
 
 def _is_head(layer: Any) -> bool:
@@ -131,13 +133,13 @@ def _attach_head(layer: Any, policy: _HeadPolicy) -> None:
         layer.cpu_linear = torch.nn.functional.linear
         _served_by["torch (tied head)"] += 1
         return
-    _attach(layer, remove_weight=not policy.tied and not policy.weight_is_read)
-    copy = getattr(layer, "zen_weight", None)
-    if policy.tied and copy is not None and copy.data_ptr() != layer.weight.data_ptr():
+    size = layer.weight.nbytes
+    backend = _attach(layer, remove_weight=not policy.tied and not policy.weight_is_read)
+    if policy.tied and backend != "torch":
         logger.info(
             "the tied output head is packed beside the embedding table: %.0f MiB more, for faster decoding. "
             'Off: --additional-config \'{"vllm_zen": {"pack_tied_head": false}}\'',
-            copy.nbytes / 2**20,
+            size / 2**20,
         )
 
 
