@@ -61,12 +61,12 @@ def examine(model: str | None = None, cpuinfo: Path = cpu.CPUINFO) -> Iterator[R
         ("threads", _threads),
         ("compiler", _compiler),
         ("folders", _folders),
-        ("model", lambda: _model(model)),
         ("torch", _torch),
         ("cpuid", lambda: _cpuid(cpuinfo)),
         ("zentorch", _zentorch),
         ("native", _native),
         ("vllm", _vllm),
+        ("model", lambda: _model(model)),
         ("platform", lambda: _platform(cpuinfo)),
         ("libraries", _libraries),
     ]
@@ -75,7 +75,7 @@ def examine(model: str | None = None, cpuinfo: Path = cpu.CPUINFO) -> Iterator[R
             rows = probe()
             while (row := _quietly(functools.partial(next, rows, None))) is not None:
                 yield row
-        except Exception as error:  # a probe that fails is a finding
+        except (Exception, SystemExit) as error:  # a probe that fails is a finding
             yield Row(name, "fail", f"the probe ended in {type(error).__name__}: {_first_line(error)}")
 
 
@@ -165,7 +165,7 @@ def _threads() -> Iterator[Row]:
         may += f" and {quota:g} CPUs of time"
     environ = dict(os.environ)
     try:
-        corrections = binding.apply(environ, ranks=environ.get(binding.BIND, "").count("|") + 1)
+        corrections = binding.apply(environ, environ.get(binding.BIND, "").count("|") + 1)
     except ValueError as error:
         yield Row("threads", "fail", f"{may}. {error}", "correct the variable or unset it")
         return
@@ -215,17 +215,23 @@ def _folders() -> Iterator[Row]:
 def _model(model: str | None) -> Iterator[Row]:
     if model is None:
         return
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    size = config["vocab_size"] * config["hidden_size"] * 2 / 2**20
-    if config.get("tie_word_embeddings", False):
-        yield Row(
-            "head",
-            "ok",
-            f"tied to the embedding table, packed beside it: {size:.0f} MiB more in bf16",
-            'off: --additional-config \'{"vllm_zen": {"pack_tied_head": false}}\'',
-        )
+    import torch
+    from transformers import AutoConfig
+
+    from vllm_zen.linear import dispatch
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    size = config.vocab_size * config.hidden_size * 2 / 2**20
+    weight = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
+    backend = dispatch.choose(weight).name
+    if not config.tie_word_embeddings:
+        yield Row("head", "ok", f"its own weight, held once: {size:.0f} MiB in bf16, on {backend}")
+    elif backend == "torch":
+        yield Row("head", "ok", "tied to the embedding table, which torch computes with: no second copy")
     else:
-        yield Row("head", "ok", f"its own weight, held once: {size:.0f} MiB in bf16")
+        detail = f"tied to the embedding table, packed beside it for {backend}: {size:.0f} MiB more in bf16"
+        fix = 'off: --additional-config \'{"vllm_zen": {"pack_tied_head": false}}\''
+        yield Row("head", "ok", detail, fix)
 
 
 def _torch() -> Iterator[Row]:
@@ -256,7 +262,7 @@ def _torch() -> Iterator[Row]:
 def _zentorch() -> Iterator[Row]:
     status = zentorch.inspect()
     if status.state == "absent":
-        yield Row("zentorch", "warn", "not installed: oneDNN serves linear layers", status.remedy)
+        yield Row("zentorch", "warn", "not installed: vLLM's own path serves linear layers", status.remedy)
         return
     if status.state == "present":
         status = zentorch.load()
@@ -346,17 +352,16 @@ def _quietly(action: Callable[[], Any]) -> Any:
 
 
 def _libraries(maps: Path = Path("/proc/self/maps")) -> Iterator[Row]:
-    """The OpenMP runtime and the allocator that are really in this process."""
+    """The OpenMP runtime and the allocator in this process; a worker also gets what vLLM preloads."""
     loaded = {
         line.split()[-1] for line in maps.read_text().splitlines() if line.endswith(".so") or ".so." in line
     }
     openmp = sorted(path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
-    kinds = {Path(path).name.split(".")[0].partition("-")[0] for path in openmp}
-    if len(kinds) > 1:
-        fix = "preload one OpenMP runtime only (LD_PRELOAD)"
-        yield Row("openmp", "warn", f"two runtimes are loaded: {', '.join(openmp)}", fix)
+    if len(openmp) > 1:
+        fix = "preload one OpenMP runtime only (LD_PRELOAD): each binds and counts threads by itself"
+        yield Row("openmp", "warn", f"{len(openmp)} runtimes in this process: {', '.join(openmp)}", fix)
     else:
-        yield Row("openmp", "ok", ", ".join(openmp) or "none loaded")
+        yield Row("openmp", "ok", ", ".join(openmp) or "none loaded in this process")
     allocators = sorted(path for path in loaded if "tcmalloc" in path or "jemalloc" in path)
     hint = "" if allocators else "tcmalloc is faster: LD_PRELOAD=libtcmalloc_minimal.so.4"
     yield Row("allocator", "ok", ", ".join(allocators) or "the C library's", hint)

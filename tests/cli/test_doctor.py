@@ -6,6 +6,7 @@ import subprocess
 
 import fakes
 import pytest
+import torch
 
 from vllm_zen import activation, cpu, doctor, zentorch
 
@@ -60,6 +61,9 @@ def report():
 def test_this_machine_has_nothing_broken(report):
     """Warnings may stand: the CPU may not qualify, or zentorch be absent. A fail is a broken installation."""
     assert [row for row in report["rows"] if row["state"] == "fail"] == []
+    zentorch_runs_bf16 = zentorch.supports_linear(torch.bfloat16)[0]
+    if activation.decide(environ={}).active and zentorch_runs_bf16:
+        assert report["returned"] == 0, [row for row in report["rows"] if row["state"] != "ok"]
     names = {row["name"] for row in report["rows"]}
     assert {"vllm-zen", "cpu", "cpuid", "torch", "zentorch", "vllm", "plugins", "platform"} <= names
     assert {"threads", "native", "self-test", "compiler", "folders", "openmp", "allocator"} <= names
@@ -233,13 +237,28 @@ def test_another_machines_cpuinfo():
     assert (row_of(rows, "platform")["state"] == "ok") is activation.decide(environ={}).active
 
 
+HEAD = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 1152}
+
+
 @pytest.mark.parametrize(
-    ("tied", "words"), [(True, "packed beside it: 108 MiB"), (False, "held once: 108 MiB")]
+    ("config", "backend", "words"),
+    [
+        (HEAD | {"tie_word_embeddings": True}, "vllm", "packed beside it for vllm: 108 MiB"),
+        (HEAD | {"tie_word_embeddings": True}, "torch", "no second copy"),
+        (HEAD | {"tie_word_embeddings": False}, "vllm", "held once: 108 MiB"),
+        ({"model_type": "gemma", "vocab_size": 49152, "hidden_size": 1152}, "vllm", "packed beside it"),
+        (
+            {"model_type": "gemma3", "text_config": HEAD | {"model_type": "gemma3_text"}},
+            "vllm",
+            "packed beside",
+        ),
+    ],
+    ids=["tied", "tied on torch", "untied", "tied by the model type's default", "nested"],
 )
-def test_what_the_output_head_costs(tmp_path, tied, words):
-    config = {"vocab_size": 49152, "hidden_size": 1152, "tie_word_embeddings": tied}
+def test_what_the_output_head_costs(tmp_path, config, backend, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert words in row_of(examine(model=tmp_path, until=("head", "")), "head")["detail"]
+    rows = examine(model=tmp_path, until=("head", ""), VLLM_ZEN_LINEAR=backend)
+    assert words in row_of(rows, "head")["detail"]
 
 
 def test_a_model_folder_without_a_config_is_a_row(tmp_path):
