@@ -1,8 +1,8 @@
 """One engine, timed from inside: started by compare.py, once per measurement.
 
-    python engine_child.py '{"engine": {...}, "prompt_tokens": 512, "batch": 1, "steps": 64}'
+    python engine_child.py '{"engine": {...}, "prompt_tokens": 512, "batch": 1, "steps": 64, "output": "FILE"}'
 
-Prints one JSON line last: seconds to build the engine, to prefill, and the median decode step.
+Writes to the output file, as JSON: seconds to build the engine, to prefill, the median decode step, memory.
 """
 
 import json

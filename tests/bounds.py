@@ -20,7 +20,8 @@ def linear_bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         magnitude = magnitude + bias.double().abs()
         rounded = rounded + (product + bias.double()).abs()
     accumulation = (x.shape[-1] + 2) * EPS[torch.float32] * magnitude
-    return accumulation + EPS[x.dtype] / 2 * (rounded + 2 * accumulation)
+    roundoff = EPS[x.dtype] / 2
+    return accumulation + roundoff * (1 + roundoff) * (rounded + 2 * accumulation)
 
 
 def linear_exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -105,7 +105,8 @@ def python(
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("VLLM_", "ZENDNN", "PYTHON", "OMP_", "KMP_", "GOMP_"))
+        if not name.startswith(("VLLM_", "ZENDNN", "PYTHON", "OMP_", "KMP_", "GOMP_", "TORCHINDUCTOR_"))
+        and name not in ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS")
     }
     search = {"PYTHONPATH": os.pathsep.join(map(str, paths))} if paths else {}
     fixed = {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "VLLM_NO_USAGE_STATS": "1"}

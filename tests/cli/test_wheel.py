@@ -1,5 +1,6 @@
 """The built wheel in a clean virtual environment: what a person who types `pip install` gets."""
 
+import os
 import site
 import subprocess
 import sys
@@ -20,8 +21,10 @@ print(ops.quantize_rows_s8(torch.ones(2, 8, dtype=torch.bfloat16))[0].sum().item
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +65,23 @@ def test_doctor_says_what_is_missing(clean_bin):
     assert "Traceback" not in answer.stderr
 
 
-def test_the_native_library_loads_beside_a_stack(clean_bin):
-    """The stack of the test environment is put behind the clean one's own packages."""
+@pytest.fixture(scope="module")
+def beside_a_stack(clean_bin: Path) -> Path:
+    """The stack of the test environment, put behind the clean one's own packages."""
     packages = next((clean_bin.parent / "lib").glob("python3*/site-packages"))
     (packages / "stack.pth").write_text("\n".join(site.getsitepackages()))
+    return packages
+
+
+def test_vllm_takes_its_platform(clean_bin, beside_a_stack, platform_environment):
+    """`pip install vllm-zen` beside a vLLM is all it takes."""
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__module__)"
+    answer = run(str(clean_bin / "python"), "-c", code, **platform_environment)
+    assert answer.stdout.split()[-1:] == ["vllm_zen.platform"], answer.stderr[-3000:]
+
+
+def test_the_native_library_loads_beside_a_stack(clean_bin, beside_a_stack):
+    packages = beside_a_stack
     answer = run(str(clean_bin / "python"), "-c", USE_IT)
     assert answer.returncode == 0, answer.stderr[-3000:]
     library, total = answer.stdout.split()

@@ -26,6 +26,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
+@pytest.mark.timeout(900)  # two engines and, if it is the first to ask, the demo model's conversion
 def test_greedy_tokens_equal_stock(generate, demo_model, platform_environment):
     """8 prompts of 32 tokens, eager. They may differ only where stock's two best tokens tie in bf16."""
     engine = {"model": str(demo_model), "enforce_eager": True}
@@ -46,6 +47,7 @@ def test_greedy_tokens_equal_stock(generate, demo_model, platform_environment):
             assert best - second <= 2**-3, f"{prompt!r} differs at {where}: {best} against {second}"
 
 
+@pytest.mark.timeout(600)  # two engines
 def test_a_warm_compile_cache_gives_the_same_tokens(generate, tmp_path, platform_environment):
     """The second start finds the first one's graph, and that graph its own packed weights."""
     supported = zentorch.supports_linear(torch.bfloat16)[0]

@@ -3,6 +3,8 @@
 import openai
 import pytest
 
+from vllm_zen import zentorch
+
 pytestmark = pytest.mark.e2e
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -56,5 +58,6 @@ def test_the_log_says_what_is_active(server):
     """One start-up line, from the worker, with every part named."""
     lines = [line for line in server.log.read_text().splitlines() if "vllm-zen 0" in line]
     assert len(lines) == 1
-    for part in ("| isa ", "| zentorch ", "| linear ", "| attention vllm", " threads on "):
+    zentorch_part = f"| {zentorch.load().describe()} |"
+    for part in ("| isa ", zentorch_part, "| linear ", "| attention vllm", " threads on "):
         assert part in lines[0], lines[0]
