@@ -67,11 +67,10 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         The processes vLLM starts later inherit the corrected environment, and find nothing to correct.
         """
         parallel = vllm_config.parallel_config
+        # Without data parallelism the local rank says 0, not None.
+        replica = parallel.data_parallel_rank_local if parallel.data_parallel_size > 1 else None
         for correction in binding.apply(
-            os.environ,
-            parallel.local_world_size,
-            parallel.data_parallel_size_local,
-            parallel.data_parallel_rank_local,
+            os.environ, parallel.local_world_size, parallel.data_parallel_size_local, replica
         ):
             _log_once(logging.WARNING if correction.of_user else logging.INFO, correction.why)
 
