@@ -1,6 +1,6 @@
 """One engine, timed from inside: started by compare.py, once per measurement.
 
-    python engine_child.py '{"engine": {...}, "prompt_tokens": 512, "batch": 1, "steps": 64, "output": "FILE"}'
+    python engine_child.py '{"engine": {...}, "prompt_tokens": 512, "batch": 1, "steps": 64, "output": "F"}'
 
 Writes to the output file, as JSON: seconds to build the engine, to prefill, the median decode step, memory.
 """
