@@ -4,11 +4,13 @@ Left alone, a wrong value of these ends in a bare conversion or assertion error 
 or in threads outside the CPUs this process may use. Standard library only.
 """
 
-from collections.abc import Mapping, MutableMapping
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from vllm_zen import host
 from vllm_zen.errors import EnvironmentVariableError
+from vllm_zen.host import Host, Limit
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -23,12 +25,12 @@ class Correction:
     """A variable's new value, and the line that says so."""
 
     name: str
-    value: str
+    value: str | None  # None where it stays as it is, and the line warns of what that means here
     why: str
     of_user: bool = True  # False where the user chose nothing and vLLM's default is corrected
 
 
-def check_binding(environ: Mapping[str, str], ranks: int, allowed: list[int]) -> list[Correction]:
+def check_binding(environ: Mapping[str, str], ranks: int, allowed: Sequence[int]) -> list[Correction]:
     """Checks VLLM_CPU_OMP_THREADS_BIND for `ranks` workers on this host that may use the CPUs `allowed`.
 
     Returns corrections of harmless mistakes (blanks, duplicates, empty text). Raises
@@ -54,7 +56,7 @@ def check_binding(environ: Mapping[str, str], ranks: int, allowed: list[int]) ->
     return [Correction(BIND, cleaned, f"{BIND}={given!r} is taken as {cleaned!r}")]
 
 
-def _check_list(given: str, text: str, allowed: list[int]) -> str:
+def _check_list(given: str, text: str, allowed: Sequence[int]) -> str:
     """One worker's list with blanks and duplicates removed."""
     ids: list[int] = []
     for part in text.replace(" ", "").split(","):
@@ -68,20 +70,27 @@ def _check_list(given: str, text: str, allowed: list[int]) -> str:
             raise EnvironmentVariableError(
                 f"{BIND}={given!r}: the range {part!r} runs backwards. Write {high}-{low}."
             )
+        if int(high or low) >= host.MAX_CPUS:  # no machine's, and too long a range to spell out
+            raise _outside(given, part, allowed)
         ids.extend(range(int(low), int(high if dash else low) + 1))
-    outside = sorted(set(ids) - set(allowed))
+    outside = set(ids) - set(allowed)
     if outside:
-        raise EnvironmentVariableError(
-            f"{BIND}={given!r} names CPUs {host.format_cpu_list(outside)}, but this process may use "
-            f"{host.format_cpu_list(allowed)} only. Use those, or unset it to let vLLM bind."
-        )
+        raise _outside(given, host.format_cpu_list(outside), allowed)
     if len(set(ids)) == len(ids) and " " not in text:
         return text
     return host.format_cpu_list(ids)
 
 
+def _outside(given: str, cpus: str, allowed: Iterable[int]) -> EnvironmentVariableError:
+    return EnvironmentVariableError(
+        f"{BIND}={given!r} names CPUs {cpus}, but this process may use {host.format_cpu_list(allowed)} only. "
+        f"Use those, or unset it to let vLLM bind."
+    )
+
+
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+    # 18 digits are more than any count here; int() refuses texts of thousands with another error.
+    return text.isascii() and text.isdecimal() and len(text) <= 18
 
 
 def check_reserved(environ: Mapping[str, str], cores: int) -> None:
@@ -116,7 +125,7 @@ def check_kv_space(environ: Mapping[str, str], memory: int) -> None:
 
 
 def better_default(
-    environ: Mapping[str, str], ranks: int, cores: list[int], quota: float | None
+    environ: Mapping[str, str], ranks: int, cores: Sequence[int], quota: Limit | None
 ) -> list[Correction]:
     """What to bind to where vLLM's automatic choice is harmful and the user made none.
 
@@ -127,9 +136,10 @@ def better_default(
     untouched = environ.get(BIND, "auto").strip() in ("", "auto") and RESERVED not in environ
     if not untouched or ranks != 1 or not cores:
         return []
-    if quota is not None and quota < len(cores):
-        chosen = cores[: max(1, int(quota))]
-        why = f"the CPU time quota is {quota:g} CPUs: {len(chosen)} compute threads"
+    if quota is not None and quota.value < len(cores):
+        chosen = cores[: max(1, int(quota.value))]
+        threads = "1 compute thread" if len(chosen) == 1 else f"{len(chosen)} compute threads"
+        why = f"{describe_quota(quota)}: {threads}"
     elif 1 < len(cores) <= COMPUTE_ON_ALL_UP_TO:
         chosen = cores
         why = f"all {len(cores)} cores compute, where vLLM would keep one for its scheduler"
@@ -140,37 +150,91 @@ def better_default(
     return [Correction(BIND, value, line, of_user=False)]
 
 
+def describe_quota(quota: Limit) -> str:
+    """`the CPU time quota is 1.5 CPUs (FILE)`."""
+    return f"the CPU time quota is {quota.value:g} CPU{'' if quota.value == 1 else 's'} ({quota.source})"
+
+
+def compute_cpus(environ: Mapping[str, str], machine: Host) -> list[list[int]]:
+    """The CPU ids that compute threads get, one list a worker; one worker's where vLLM binds by itself.
+
+    `environ` as apply() left it.
+    """
+    value = environ.get(BIND, "auto")
+    if value == "nobind":
+        return [list(machine.cpus)]
+    if value == "auto":
+        return [host.vllm_auto_binding(machine, int(environ.get(RESERVED, "1")))]
+    return [host.parse_cpu_list(text) for text in value.split("|")]
+
+
+def quota_warnings(environ: Mapping[str, str], quota: Limit | None, threads: int) -> list[Correction]:
+    """What a CPU time quota below one CPU means, and that more `threads` than it pays for were asked for.
+
+    What the user asked for stays: the quota may be raised while the server runs. `environ` is as apply()
+    left it.
+    """
+    if quota is None:
+        return []
+    lines = []
+    if quota.value < 1:
+        lines.append(
+            f"{describe_quota(quota)}: less than one CPU is available, and each step waits for its share"
+        )
+    if threads > max(1, quota.value):
+        setting = f"{BIND}={environ.get(BIND, 'auto')} gives {threads} compute threads"
+        way_out = f"Unset {BIND} and {RESERVED} for as many as it pays for"
+        lines.append(f"{setting}, but {describe_quota(quota)}: they wait for each other. {way_out}")
+    return [Correction(BIND, None, line) for line in lines]
+
+
 # What apply() wrote here without being asked: to a later engine in this process it is no user's choice.
 _written: dict[str, str] = {}
 
 
 def apply(
-    environ: MutableMapping[str, str], world_size: int, replicas: int = 1, replica: int | None = None
+    environ: MutableMapping[str, str],
+    world_size: int,
+    replicas: int = 1,
+    replica: int | None = None,
+    machine: Host | None = None,
 ) -> list[Correction]:
     """Checks all three variables on this host and writes corrections into `environ`, for vLLM to read.
 
     `world_size` is the number of workers of one engine on this host, `replicas` the number of data-parallel
     engines this process starts here, and `replica` the local rank of this one where something else starts
-    them: vLLM then takes that rank's share of the lists. Raises EnvironmentVariableError.
+    them: vLLM then takes that rank's share of the lists. `machine` is read where it is not given. Raises
+    EnvironmentVariableError.
     """
+    machine = host.read_host() if machine is None else machine
     if environ.get(BIND) is not None and environ[BIND] == _written.get(BIND):
         del environ[BIND]
-    allowed = host.allowed_cpus()
-    check_reserved(environ, len(host.physical_cores(allowed)))
-    check_kv_space(environ, host.memory_limit())
+    check_reserved(environ, len(machine.cores))
+    check_kv_space(environ, _memory(machine))
     if replica is not None:
         ranks = max(environ.get(BIND, "").count("|") + 1, (replica + 1) * world_size)
     else:
         ranks = world_size * max(1, replicas)
-    corrections = check_binding(environ, ranks, allowed)
+    corrections = check_binding(environ, ranks, machine.cpus)
     # With either of these the user has placed the worker, and vLLM follows.
     placed = environ.get("CPU_VISIBLE_MEMORY_NODES") or environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
-    if not placed and replica is None:
-        node = host.numa_nodes(allowed)[0]
-        cores = sorted(max(core) for core in host.physical_cores(node))
-        corrections += better_default(environ, ranks, cores, host.cpu_quota())
+    if not placed and replica is None and machine.nodes:
+        cores = sorted(max(core) for core in machine.cores_of(machine.nodes[0]))
+        corrections += better_default(environ, ranks, cores, machine.quota)
     for correction in corrections:
-        environ[correction.name] = correction.value
-        if not correction.of_user:
-            _written[correction.name] = correction.value
-    return corrections
+        if correction.value is not None:
+            environ[correction.name] = correction.value
+            if not correction.of_user:
+                _written[correction.name] = correction.value
+    lists = compute_cpus(environ, machine)
+    if replica is not None and len(lists) > 1:
+        lists = lists[replica * world_size : (replica + 1) * world_size]
+    return corrections + quota_warnings(environ, machine.quota, sum(map(len, lists)))
+
+
+def _memory(machine: Host) -> int:
+    """Bytes this process can ever use: the machine's or the smallest limit, whatever is in use now."""
+    known = [] if machine.memory_total is None else [machine.memory_total]
+    if machine.memory_limit is not None:
+        known.append(int(machine.memory_limit.value))
+    return min(known, default=sys.maxsize)

@@ -58,6 +58,7 @@ def examine(model: str | None = None, cpuinfo: Path = cpu.CPUINFO) -> Iterator[R
         ("variables", _variables),
         ("cpu", lambda: _cpu(cpuinfo)),
         ("plugins", _plugins),
+        ("host", _host),
         ("threads", _threads),
         ("compiler", _compiler),
         ("folders", _folders),
@@ -157,28 +158,48 @@ def _plugins() -> Iterator[Row]:
             yield Row("plugins", "ok", f"{group}: {', '.join(found)}")
 
 
-def _threads() -> Iterator[Row]:
-    allowed = host.allowed_cpus()
-    quota = host.cpu_quota()
-    may = f"may use CPUs {host.format_cpu_list(allowed)}"
+def _threads(machine: host.Host | None = None) -> Iterator[Row]:
+    machine = host.read_host() if machine is None else machine
+    quota = machine.quota
+    may = f"may use CPUs {host.format_cpu_list(machine.cpus)}"
     if quota is not None:
-        may += f" and {quota:g} CPUs of time"
+        may += f" and {quota.value:g} CPUs of time ({quota.source})"
     environ = dict(os.environ)
     try:
-        corrections = binding.apply(environ, environ.get(binding.BIND, "").count("|") + 1)
+        ranks = environ.get(binding.BIND, "").count("|") + 1
+        corrections = binding.apply(environ, ranks, machine=machine)
     except ValueError as error:
         yield Row("threads", "fail", f"{may}. {error}", "correct the variable or unset it")
         return
-    value = environ.get(binding.BIND, "auto")
-    if value == "auto":
-        given = host.vllm_auto_binding(allowed)
-    else:
-        given = allowed if value == "nobind" else host.parse_cpu_list(value.partition("|")[0])
-    detail = f"{may}; one worker gets {len(given)} compute threads on {host.format_cpu_list(given)}"
-    if quota is not None and len(given) > max(1, quota):
-        yield Row("threads", "warn", f"{detail}: throttled", f"unset {binding.BIND}")
+    given = binding.compute_cpus(environ, machine)[0]
+    threads = "1 compute thread" if len(given) == 1 else f"{len(given)} compute threads"
+    detail = f"{may}; one worker gets {threads} on {host.format_cpu_list(given)}"
+    warnings = [correction.why for correction in corrections if correction.value is None]
+    if warnings:
+        yield Row("threads", "warn", "; ".join([detail, *warnings]), "raise the quota")
         return
     yield Row("threads", "ok", detail, "; ".join(correction.why for correction in corrections))
+
+
+def _host(machine: host.Host | None = None) -> Iterator[Row]:
+    """The machine as the other modules see it, and what they do not see."""
+    machine = host.read_host() if machine is None else machine
+    l3 = "" if machine.l3_bytes is None else f" of {machine.l3_bytes / 2**20:g} MiB"
+    parts = [
+        f"cores {len(machine.cores)}, L3 caches {len(machine.l3_groups)}{l3}",
+        f"NUMA nodes {len(machine.nodes)}, sockets {len(machine.sockets)}",
+        f"huge pages {machine.huge_pages}",
+        "mbind " + {True: "permitted", False: "not permitted", None: "unknown"}[machine.mbind],
+    ]
+    if machine.usable_memory is not None:
+        parts.append(f"{machine.usable_memory / 2**30:.1f} GiB of memory left")
+    if machine.memory_limit is not None:
+        limit = machine.memory_limit
+        parts.append(f"limited to {limit.value / 2**30:.1f} GiB ({limit.source})")
+    if machine.shm_bytes is not None:
+        parts.append(f"{machine.shm_bytes / 2**20:.0f} MiB of /dev/shm")
+    hint = f"unknown: {'; '.join(machine.unknown)}" if machine.unknown else ""
+    yield Row("host", "ok", ", ".join(parts), hint)
 
 
 def _compiler() -> Iterator[Row]:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import fakes
+import machines
 import pytest
 import torch
 
@@ -66,7 +67,7 @@ def test_this_machine_has_nothing_broken(report):
         assert report["returned"] == 0, [row for row in report["rows"] if row["state"] != "ok"]
     names = {row["name"] for row in report["rows"]}
     assert {"vllm-zen", "cpu", "cpuid", "torch", "zentorch", "vllm", "plugins", "platform"} <= names
-    assert {"threads", "native", "self-test", "compiler", "folders", "openmp", "allocator"} <= names
+    assert {"host", "threads", "native", "self-test", "compiler", "folders", "openmp", "allocator"} <= names
 
 
 def test_the_json_report_is_complete(report):
@@ -218,6 +219,49 @@ def test_a_broken_native_library(tmp_path, kind):
 def test_the_environment(environment, name, state, words):
     row = row_of(examine(until=(name, state), **environment), name, state)
     assert words in row["detail"] and row["fix"]
+
+
+# argv: the root of another machine's files, the probe.
+ANOTHER_MACHINE = """
+import json, pathlib, sys
+from vllm_zen import doctor, host
+machine = host.read_host(pathlib.Path(sys.argv[1]))
+rows = getattr(doctor, sys.argv[2])(machine)
+print(json.dumps(json.loads(doctor.to_json(list(rows)))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("quota", "environment", "state", "words"),
+    [
+        ("150000 100000", {}, "ok", "one worker gets 1 compute thread on 0"),
+        ("50000 100000", {}, "warn", "less than one CPU is available"),
+        ("150000 100000", {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, "warn", "gives 2 compute threads, but"),
+    ],
+)
+def test_a_quota_is_named_with_its_file(tmp_path, quota, environment, state, words):
+    """Case T01."""
+    source = "/sys/fs/cgroup/slice/cpu.max"
+    machine = machines.Machine(cgroup="0::/slice", mounts=(machines.v2_mount(),), files={source: quota})
+    root = str(machines.build(tmp_path, machine))
+    [row] = fakes.ask(ANOTHER_MACHINE, arguments=[root, "_threads"], **environment)["rows"]
+    assert row["state"] == state and words in row["detail"]
+    assert f"{float(quota.split()[0]) / 100000:g} CPUs of time ({source})" in row["detail"]
+    assert bool(row["fix"])
+
+
+@pytest.mark.parametrize("name", ["genoa NPS4", "container", "wsl"])
+def test_the_host_row(tmp_path, name):
+    """Case T05: no lscpu; what the kernel's files do not say stands in the hint."""
+    root = str(machines.build(tmp_path, machines.MACHINES[name]))
+    [row] = fakes.ask(ANOTHER_MACHINE, arguments=[root, "_host"])["rows"]
+    expected = {
+        "genoa NPS4": "cores 96, L3 caches 12 of 32 MiB, NUMA nodes 4, sockets 1, huge pages madvise",
+        "container": "3.0 GiB of memory left, limited to 4.0 GiB (/sys/fs/cgroup/memory.max)",
+        "wsl": "cores 4, L3 caches 1 of 32 MiB",
+    }
+    assert row["state"] == "ok" and expected[name] in row["detail"]
+    assert ("unknown: NUMA nodes: /sys/devices/system/node" in row["fix"]) == (name == "wsl")
 
 
 @pytest.mark.parametrize("trap", [{"VLLM_TARGET_DEVICE": "cpu"}, {"VLLM_PLUGINS": "other"}], ids=str)

@@ -108,11 +108,12 @@ def test_wrong_cpu_variables_are_refused_before_any_weight_is_read(engine_config
 
 
 def test_the_corrected_binding_is_what_workers_inherit(engine_config, monkeypatch):
-    cores = host.physical_cores(host.numa_nodes(host.allowed_cpus())[0])
+    machine = host.read_host()
+    cores = machine.cores_of(machine.nodes[0])
     configure(engine_config("untied"))
     corrected = os.environ["VLLM_CPU_OMP_THREADS_BIND"] != "auto"
-    quota = host.cpu_quota()
-    assert corrected == (1 < len(cores) <= 4 or (quota is not None and quota < len(cores)))
+    quota = machine.quota
+    assert corrected == (1 < len(cores) <= 4 or (quota is not None and quota.value < len(cores)))
 
 
 def test_vllm_knows_our_variables(monkeypatch, caplog):
