@@ -124,6 +124,11 @@ def check_kv_space(environ: Mapping[str, str], memory: int) -> None:
         )
 
 
+def is_left_to_vllm(environ: Mapping[str, str]) -> bool:
+    """Whether the user has chosen neither CPUs nor how many to keep back."""
+    return environ.get(BIND, "auto").strip() in ("", "auto") and RESERVED not in environ
+
+
 def better_default(
     environ: Mapping[str, str], ranks: int, cores: Sequence[int], quota: Limit | None
 ) -> list[Correction]:
@@ -133,8 +138,7 @@ def better_default(
     scheduler, which on two is half the machine; and it does not look at the CPU time quota, above which
     threads only wait for each other.
     """
-    untouched = environ.get(BIND, "auto").strip() in ("", "auto") and RESERVED not in environ
-    if not untouched or ranks != 1 or not cores:
+    if not is_left_to_vllm(environ) or ranks != 1 or not cores:
         return []
     if quota is not None and quota.value < len(cores):
         chosen = cores[: max(1, int(quota.value))]
@@ -188,6 +192,16 @@ def quota_warnings(environ: Mapping[str, str], quota: Limit | None, threads: int
     return [Correction(BIND, None, line) for line in lines]
 
 
+def check(environ: Mapping[str, str], ranks: int, machine: Host) -> list[Correction]:
+    """Checks all three variables for `ranks` workers on a host; returns corrections of harmless mistakes.
+
+    Raises EnvironmentVariableError.
+    """
+    check_reserved(environ, len(machine.cores))
+    check_kv_space(environ, _memory(machine))
+    return check_binding(environ, ranks, machine.cpus)
+
+
 # What apply() wrote here without being asked: to a later engine in this process it is no user's choice.
 _written: dict[str, str] = {}
 
@@ -209,13 +223,11 @@ def apply(
     machine = host.read_host() if machine is None else machine
     if environ.get(BIND) is not None and environ[BIND] == _written.get(BIND):
         del environ[BIND]
-    check_reserved(environ, len(machine.cores))
-    check_kv_space(environ, _memory(machine))
     if replica is not None:
         ranks = max(environ.get(BIND, "").count("|") + 1, (replica + 1) * world_size)
     else:
         ranks = world_size * max(1, replicas)
-    corrections = check_binding(environ, ranks, machine.cpus)
+    corrections = check(environ, ranks, machine)
     # With either of these the user has placed the worker, and vLLM follows.
     placed = environ.get("CPU_VISIBLE_MEMORY_NODES") or environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
     if not placed and replica is None and machine.nodes:

@@ -4,7 +4,10 @@
     ├── EnvironmentVariableError    a VLLM_ZEN_* value outside its rule (also a ValueError)
     ├── UnsupportedError            a request this CPU or build cannot serve (also a ValueError)
     ├── BrokenComponentError        a part is installed but unusable, under VLLM_ZEN_STRICT=1
-    └── DemoModelError              the demo model cannot be prepared
+    ├── DemoModelError              the demo model cannot be prepared
+    ├── ModelError                  what was named is not a model that can be read here (also a ValueError)
+    ├── PlanError                   no plan serves this model on this host
+    └── BenchmarkError              a benchmark cannot be run, or a server under test failed
 
 Every message names the value, the rule and the way out.
 """
@@ -28,3 +31,15 @@ class BrokenComponentError(ZenError, RuntimeError):
 
 class DemoModelError(ZenError, RuntimeError):
     """The demo model's source is missing or its conversion cannot proceed."""
+
+
+class ModelError(ZenError, ValueError):
+    """A model's folder, config or weight headers are missing, damaged or of an unknown kind."""
+
+
+class PlanError(ZenError, RuntimeError):
+    """A model does not fit a host, or its plan cannot be measured."""
+
+
+class BenchmarkError(ZenError, RuntimeError):
+    """A benchmark's request cannot be met, or a server under test did not answer."""

@@ -65,6 +65,7 @@ class Host:
     # Every memory limit below memory_total, innermost group first. The smallest is not always the tightest: a
     # wider one further out may be nearly used up by its other groups.
     memory_limits: tuple[Limit, ...] = field(default=())
+    online: int | None = None  # CPUs of the whole machine
 
     @property
     def usable_memory(self) -> int | None:
@@ -118,6 +119,7 @@ def read_host(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> 
         mbind=_mbind_permitted(files) if here else None,
         unknown=files.unknown,
         memory_limits=memory_limits,
+        online=len(topology.online_cpus(files)) or None,
     )
 
 

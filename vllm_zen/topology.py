@@ -30,11 +30,14 @@ class Node:
 
 def online_cpus(files: KernelFiles) -> list[int]:
     """The CPUs that are switched on; an empty list, and a note, where that is not stated."""
+    path = f"{CPU}/online"
     try:
-        return files.cpu_list(f"{CPU}/online")
+        if cpus := files.cpu_list(path):
+            return cpus
+        files.note("which CPUs are on line", f"{path}: empty")
     except UnreadableError as error:
         files.note("which CPUs are on line", error)
-        return []
+    return []
 
 
 def read_cores(files: KernelFiles, cpus: Sequence[int]) -> Groups:
