@@ -1,4 +1,4 @@
-"""Every touch of a vLLM private. Budget: five entries. Used: three.
+"""Every touch of a vLLM private. Budget: five entries. Used: five.
 
 1. dispatch_cpu_unquantized_gemm (vllm.model_executor.layers.utils)
    Symptom: vLLM 0.32 has no registry for unquantized linear layers; its function packs embedding tables
@@ -24,22 +24,55 @@
    Upstream: vllm/platforms/interface.py, validate_environ.
    Delete when: a platform can declare variables.
    Test: tests/plugin/test_platform.py validates with all of them set.
+
+4. _get_cpu_list, get_cgroup_memory_limit and get_cgroup_memory_usage (vllm.utils.cpu_resource_utils)
+   Symptom: vLLM asks the program lscpu which CPUs there are, through a shell: an image without util-linux
+   does not start, and a program that hangs or prints oddly takes vLLM with it. And it reads the memory limit
+   at the control groups' mount only: a process in a nested group is sized from the host, and killed.
+   Upstream: vllm/utils/cpu_resource_utils.py; issues 38681, 40161, 45086.
+   Delete when: vLLM reads sysfs, and the limits of the whole path of groups.
+   Test: tests/plugin/test_compat.py compares both on this machine, and starts without lscpu.
+
+5. sched_yield (vllm.distributed.device_communicators.shm_broadcast), under a CPU time quota only
+   Symptom: between vLLM's processes a reader looks again and again for a second before it sleeps, so the
+   engine core burns a CPU while a worker computes. On CPUs of its own that costs nothing; a quota counts it,
+   and stops the workers: a sixth of the periods of a quota of 1.5 on the demo model, and a decode step takes
+   1.3 times as long. Sleeping at once is no way out: its wake-up call is dropped where two come close, and
+   the reader then sleeps for seconds.
+   Upstream: vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition.wait.
+   Delete when: the time is a setting of vLLM's.
+   Test: tests/plugin/test_compat.py fails when the attribute moves; tests/e2e/test_cases.py counts periods.
 """
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from vllm_zen import host
+from vllm_zen.host import Host
+
 _PATCHED = "_vllm_zen_stock"
 
 
-def apply() -> None:
-    """Applies every entry. Idempotent. Raises AttributeError where vLLM or torch moved a name."""
+def apply(machine: Host | None = None) -> list[str]:
+    """Applies every entry; returns what to say of those that depend on the host. Idempotent.
+
+    Raises AttributeError where vLLM or torch moved a name.
+    """
+    machine = host.read_host() if machine is None else machine
     _replace_linear_dispatch()
     _let_saved_graphs_load()
+    _read_the_host_ourselves()
+    if machine.quota is None or machine.quota.value >= len(machine.cpus):
+        return []
+    _nap_between_looks()
+    return [
+        f"waiting processes nap between looks at their messages, as {machine.quota.source} counts the time"
+    ]
 
 
 def _replace_linear_dispatch() -> None:
@@ -73,6 +106,52 @@ def _let_saved_graphs_load() -> None:
 
     setattr(load_compiled_function, _PATCHED, stock)
     torch.compiler.load_compiled_function = load_compiled_function
+
+
+def _read_the_host_ourselves() -> None:
+    from vllm.utils import cpu_resource_utils
+
+    if hasattr(cpu_resource_utils._get_cpu_list, _PATCHED):
+        return
+
+    def _get_cpu_list() -> list[Any]:
+        machine = host.read_host()
+        core_of = {cpu: core[0] for core in machine.cores for cpu in core}
+        return [
+            cpu_resource_utils.LogicalCPUInfo(cpu, core_of.get(cpu, cpu), node.id)
+            for node in machine.nodes
+            for cpu in node.cpus
+        ]
+
+    def get_cgroup_memory_limit() -> int | None:
+        limit = host.read_host().memory_limit
+        return None if limit is None else int(limit.value)
+
+    def get_cgroup_memory_usage() -> int | None:
+        limit = host.read_host().memory_limit
+        return None if limit is None else limit.used
+
+    setattr(_get_cpu_list, _PATCHED, cpu_resource_utils._get_cpu_list)
+    for function in (_get_cpu_list, get_cgroup_memory_limit, get_cgroup_memory_usage):
+        if not hasattr(cpu_resource_utils, function.__name__):
+            raise AttributeError(f"vllm.utils.cpu_resource_utils has no {function.__name__} any more")
+        setattr(cpu_resource_utils, function.__name__, function)
+
+
+# Between two looks at the shared memory. A look takes some microseconds, a step at least some milliseconds.
+_NAP_SECONDS = 100e-6
+
+
+def _nap() -> None:
+    time.sleep(_NAP_SECONDS)
+
+
+def _nap_between_looks() -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    if not hasattr(shm_broadcast, "sched_yield"):
+        raise AttributeError("vllm's shm_broadcast has no sched_yield any more")
+    shm_broadcast.sched_yield = _nap
 
 
 def declare_variables() -> None:

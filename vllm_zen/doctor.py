@@ -84,7 +84,8 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _installed(name: str) -> str:
+def installed(name: str) -> str:
+    """The version of an installed distribution, or empty."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -256,7 +257,7 @@ def _model(model: str | None) -> Iterator[Row]:
 
 
 def _torch() -> Iterator[Row]:
-    version = _installed("torch")
+    version = installed("torch")
     if not version:
         yield Row("torch", "fail", "not installed", "install vLLM's CPU build, which brings torch's")
         return
@@ -274,7 +275,7 @@ def _torch() -> Iterator[Row]:
         yield Row("torch", "warn", f"{version} is built for CUDA {torch.version.cuda}", fix)
     else:
         yield Row("torch", "ok", f"{version}, its own kernels at {torch.backends.cpu.get_cpu_capability()}")
-    vision = _installed("torchvision")
+    vision = installed("torchvision")
     if vision and "+cpu" not in vision and "+cpu" in version:
         fix = "pip uninstall torchvision, or install its +cpu build"
         yield Row("torchvision", "fail", f"{vision} breaks `import vllm` beside torch {version}", fix)
@@ -340,7 +341,7 @@ def _vllm() -> Iterator[Row]:
         yield Row("vllm", "fail", f"{build}: no CPU build of vLLM", fix)
         return
     yield Row("vllm", "ok", build)
-    if not _installed("vllm"):
+    if not installed("vllm"):
         yield Row(
             "vllm",
             "warn",

@@ -2,15 +2,16 @@
 
 import functools
 import logging
+import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_zen import activation, binding, compat, envs, zentorch
+from vllm_zen import activation, binding, checkpoint, compat, envs, host, metrics, plan, zentorch
 from vllm_zen.activation import logger
-from vllm_zen.errors import UnsupportedError
+from vllm_zen.errors import UnsupportedError, ZenError
 from vllm_zen.options import Options
 
 if TYPE_CHECKING:
@@ -56,9 +57,12 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             vllm_config.parallel_config.worker_cls = WORKER_CLASS
         Options.from_additional_config(vllm_config.additional_config)
         cls._bind_threads(vllm_config)
+        cls._size_kv_cache(vllm_config)
         cls._key_compile_cache(vllm_config)
         backports.apply()
         super().check_and_update_config(vllm_config)
+        if model_config is not None and multiprocessing.parent_process() is None:
+            metrics.publish(model_config.quantization, model_config.dtype)
 
     @classmethod
     def _bind_threads(cls, vllm_config: "VllmConfig") -> None:
@@ -73,6 +77,43 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             os.environ, parallel.local_world_size, parallel.data_parallel_size_local, replica
         ):
             _log_once(logging.WARNING if correction.of_user else logging.INFO, correction.why)
+
+    @classmethod
+    def _size_kv_cache(cls, vllm_config: "VllmConfig") -> None:
+        """Sizes the KV cache from what this process may really use, where the user left it to vLLM.
+
+        vLLM takes 92 % of a node whatever else lives there, and refuses to start where less is free.
+        """
+        cache, model = vllm_config.cache_config, vllm_config.model_config
+        untouched = (
+            cache.kv_cache_memory_bytes is None
+            and cache.gpu_memory_utilization == type(cache).gpu_memory_utilization
+            and not os.environ.get(binding.KV_SPACE)
+        )
+        if not untouched or model is None:
+            return
+        parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        try:
+            planned = plan.make(
+                checkpoint.read(model.model),
+                host.read_host(),
+                plan.Request(
+                    max_model_len=model.max_model_len,
+                    max_num_seqs=scheduler.max_num_seqs,
+                    max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                    ranks=parallel.local_world_size,
+                    replicas=max(1, parallel.data_parallel_size_local),
+                    dtype=str(model.dtype).removeprefix("torch."),
+                    pack_tied_head=Options.from_additional_config(
+                        vllm_config.additional_config
+                    ).pack_tied_head,
+                ),
+            )
+        except ZenError as error:
+            _log_once(logging.INFO, f"the KV cache is sized by vLLM: {error}")
+            return
+        cache.kv_cache_memory_bytes = planned.kv_cache_per_rank
+        _log_once(logging.INFO, next(why for why in planned.reasons if why.startswith("KV cache")))
 
     @classmethod
     def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:

@@ -58,7 +58,8 @@ def _wire_in(decision: Decision) -> None:
         _warn(f"vllm-zen is active on a CPU it is not made for: {decision.reason}.")
     _check_zentorch()
     _check_native()
-    compat.apply()
+    for line in compat.apply():
+        _say(f"vllm-zen: {line}.")
 
 
 def _check_zentorch() -> None:

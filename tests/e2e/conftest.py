@@ -1,25 +1,21 @@
 """Real engines and a real server, each in processes of their own that do not outlive the test."""
 
-import contextlib
 import dataclasses
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import BIN, STARTUP_SECONDS, Server, serving, stop
 
 from vllm_zen import demo
+from vllm_zen.bench import shapes
 from vllm_zen.errors import DemoModelError
 
-STARTUP_SECONDS = 240
 GENERATE = Path(__file__).parent / "generate.py"
 
 
@@ -30,17 +26,6 @@ class Run:
     returncode: int
     log: str
     answer: dict[str, Any]
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it started (its own session)."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=20)
-            if sent == signal.SIGKILL:
-                return
 
 
 @pytest.fixture(scope="session")
@@ -80,58 +65,21 @@ def generate(tmp_path: Path) -> Callable[..., Run]:
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class Server:
-    """A running OpenAI server."""
-
-    url: str
-    log: Path
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(
-                f"the server ended with {process.returncode}:\n{log.read_text(errors='replace')[-4000:]}"
-            )
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(0.5)
-    pytest.fail(
-        f"the server was not healthy in {STARTUP_SECONDS} s:\n{log.read_text(errors='replace')[-4000:]}"
-    )
-
-
 @pytest.fixture(scope="session")
 def server(
     demo_model: Path, platform_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """`vllm serve` with the demo model and the Zen platform, eager to spare the compile time."""
-    folder = tmp_path_factory.mktemp("server")
-    port, log = free_port(), folder / "log.txt"
-    command = [
-        str(Path(sys.executable).parent / "vllm"),
-        *("serve", str(demo_model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
-        *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28), "--served-model-name", "smollm2"),
-    ]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache"), **platform_environment},
-            cwd=folder,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
-            yield Server(f"http://127.0.0.1:{port}/v1", log)
-        finally:
-            stop(process)
+    command = [str(BIN / "vllm"), "serve", str(demo_model), "--host", "127.0.0.1", "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28)]
+    command += ["--served-model-name", "smollm2"]
+    with serving(tmp_path_factory.mktemp("server"), command, **platform_environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The model and options of a server that is up as fast as one can be: two layers of random weights."""
+    model = shapes.build("tiny", tmp_path_factory.mktemp("tiny"))
+    options = ["--load-format", "dummy", "--enforce-eager", "--served-model-name", "tiny"]
+    return [str(model), *options, "--max-model-len", "512"]

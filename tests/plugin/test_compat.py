@@ -1,11 +1,15 @@
 """Each entry of compat.py is still needed, and still takes."""
 
 import inspect
+import shutil
+from pathlib import Path
 
 import fakes
 import pytest
 import torch
 from torch.nn import Module, Parameter
+
+from vllm_zen import host
 
 
 def test_vllm_has_no_public_seam_for_unquantized_linear_layers():
@@ -58,6 +62,76 @@ print("applied")
 def test_apply_is_idempotent_and_keeps_the_original():
     result = fakes.python(APPLY_TWICE)
     assert result.stdout.strip().endswith("applied"), result.stderr[-2000:]
+
+
+def test_vllm_still_asks_lscpu_and_the_mount_root():
+    """Delete the fourth compat entry when this fails: vLLM then reads the host as we do."""
+    from vllm.utils import cpu_resource_utils as stock
+
+    source = inspect.getsource(stock)
+    assert "lscpu --json --extended=CPU,CORE,NODE --online" in source
+    assert '_read_int_file("/sys/fs/cgroup/memory.max")' in source
+
+
+UNDER_A_QUOTA = """
+import json
+import examples
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm_zen import compat, host
+
+stock = shm_broadcast.sched_yield
+free = compat.apply(examples.machine()), shm_broadcast.sched_yield is stock
+bound = compat.apply(examples.machine(quota=host.Limit(1.5, "/cpu.max"))), shm_broadcast.sched_yield is stock
+print(json.dumps([free, bound]))
+"""
+
+
+def test_waiting_processes_nap_only_under_a_quota():
+    (said, stock), (said_under, stock_under) = fakes.ask(UNDER_A_QUOTA, Path(__file__).parents[1])
+    assert said == []
+    assert stock
+    assert "/cpu.max" in said_under[0]
+    assert not stock_under
+
+
+def test_vllm_still_looks_again_and_again():
+    """Delete the fifth compat entry when this fails."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    assert "sched_yield()" in inspect.getsource(shm_broadcast.SpinCondition.wait)
+
+
+SAME_HOST = """
+import json
+from vllm.utils import cpu_resource_utils as utils
+stock = utils.get_allowed_cpu_list()
+from vllm_zen import compat
+compat.apply()
+print(json.dumps([[[c.id, c.numa_node] for c in cpus] for cpus in (stock, utils.get_allowed_cpu_list())]))
+"""
+
+
+@pytest.mark.skipif(shutil.which("lscpu") is None, reason="there is no lscpu here to compare with")
+def test_the_cpus_are_those_lscpu_lists():
+    stock, ours = fakes.ask(SAME_HOST)
+    assert ours == stock
+
+
+WITHOUT_LSCPU = """
+import json
+from vllm_zen import compat
+compat.apply()
+from vllm.utils import cpu_resource_utils as utils
+cpus = utils.get_allowed_cpu_list()
+memory = utils.get_memory_node_info(cpus[0].numa_node)
+print(json.dumps([[c.id for c in cpus], memory.total_memory]))
+"""
+
+
+def test_the_host_is_read_without_any_program(tmp_path):
+    cpus, total = fakes.ask(WITHOUT_LSCPU, PATH=str(tmp_path))
+    assert cpus == host.allowed_cpus()
+    assert 0 < total <= host.read_host().memory_total
 
 
 @pytest.mark.parametrize("remove_weight", [False, True])

@@ -116,6 +116,26 @@ def test_the_corrected_binding_is_what_workers_inherit(engine_config, monkeypatc
     assert corrected == (1 < len(cores) <= 4 or (quota is not None and quota.value < len(cores)))
 
 
+def test_the_cache_is_sized_from_what_is_free(engine_config):
+    """vLLM would take 92 % of the node, and not start where less is free."""
+    config = engine_config("untied")
+    assert config.cache_config.kv_cache_memory_bytes is None
+    configure(config)
+    size = config.cache_config.kv_cache_memory_bytes
+    assert 0 < size < host.read_host().memory_total
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_cache_memory_bytes", 2**28), ("gpu_memory_utilization", 0.5)]
+)
+def test_a_cache_the_user_sized_stays(engine_config, name, value):
+    config = engine_config("untied")
+    setattr(config.cache_config, name, value)
+    before = config.cache_config.kv_cache_memory_bytes
+    configure(config)
+    assert config.cache_config.kv_cache_memory_bytes == before
+
+
 def test_vllm_knows_our_variables(monkeypatch, caplog):
     """No warning about them, even with --fail-on-environ-validation; a misspelt one is still reported."""
     from vllm_zen.platform import ZenCpuPlatform

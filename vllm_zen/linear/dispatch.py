@@ -48,6 +48,19 @@ def choose(weight: torch.Tensor) -> Backend:
 
     Raises UnsupportedError when the forced one does not.
     """
+    backend, reasons = select(weight)
+    if backend is not None:
+        if reasons:
+            _say_fallback(backend.name, "; ".join(reasons))
+        return backend
+    raise UnsupportedError(
+        f"{envs.LINEAR.name}={envs.linear()} cannot run a layer of {tuple(weight.shape)}, {weight.dtype}: "
+        f"{'; '.join(reasons)}. Use {envs.LINEAR.name}=auto."
+    )
+
+
+def select(weight: torch.Tensor) -> tuple[Backend | None, list[str]]:
+    """The same without a word: the backend or None, and why those before it cannot."""
     wanted = envs.linear()
     reasons: list[str] = []
     for backend in BACKENDS:
@@ -55,14 +68,9 @@ def choose(weight: torch.Tensor) -> Backend:
             continue
         support = backend.supports(weight)
         if support.ok:
-            if reasons:
-                _say_fallback(backend.name, "; ".join(reasons))
-            return backend
+            return backend, reasons
         reasons.append(support.reason)
-    raise UnsupportedError(
-        f"{envs.LINEAR.name}={wanted} cannot run a layer of {tuple(weight.shape)}, {weight.dtype}: "
-        f"{'; '.join(reasons)}. Use {envs.LINEAR.name}=auto."
-    )
+    return None, reasons
 
 
 def _attach(layer: Any, remove_weight: bool) -> str:
