@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_zen import activation, binding, compat, envs, zentorch
+from vllm_zen import activation, binding, compat, envs, ray_worker, zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.options import Options
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKER_CLASS = "vllm_zen.worker.ZenWorker"
+COMMUNICATOR_CLASS = "vllm_zen.communicator.ZenCommunicator"
 
 
 class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
@@ -24,6 +25,8 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
 
     device_name: str = "cpu"
     device_type: str = "cpu"
+    # Without a name vLLM refuses Ray on this platform.
+    ray_device_key: str = ray_worker.RESOURCE
 
     # True while compat.stock_dispatch() lets vLLM choose as it would without zentorch.
     hide_zen: bool = False
@@ -67,12 +70,20 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         The processes vLLM starts later inherit the corrected environment, and find nothing to correct.
         """
         parallel = vllm_config.parallel_config
+        if parallel.use_ray:
+            binding.check_under_ray(os.environ)
+            return
         # Without data parallelism the local rank says 0, not None.
         replica = parallel.data_parallel_rank_local if parallel.data_parallel_size > 1 else None
         for correction in binding.apply(
             os.environ, parallel.local_world_size, parallel.data_parallel_size_local, replica
         ):
             _log_once(logging.WARNING if correction.of_user else logging.INFO, correction.why)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """vLLM's own, which takes two machines for one."""
+        return COMMUNICATOR_CLASS
 
     @classmethod
     def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:
