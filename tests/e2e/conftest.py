@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -53,31 +54,40 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo.prepare(tmp_path_factory.mktemp("cache"))
 
 
+def run_engine(
+    folder: Path, engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str
+) -> Run:
+    """Runs generate.py in `folder`, which takes its log, its answer and vLLM's cache."""
+    output, log = folder / "answer.json", folder / "log.txt"
+    output.unlink(missing_ok=True)
+    request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens})
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, str(GENERATE), request, str(output)],
+            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), **environment},
+            cwd=folder,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=STARTUP_SECONDS)
+        finally:
+            stop(process)
+    answer = json.loads(output.read_text()) if output.exists() else {}
+    return Run(process.returncode, log.read_text(errors="replace"), answer)
+
+
 @pytest.fixture
 def generate(tmp_path: Path) -> Callable[..., Run]:
-    """generate(engine, prompts, max_tokens, **environment): runs generate.py and returns its Run."""
+    """generate(engine, prompts, max_tokens, **environment): run_engine() in the test's own folder."""
+    return functools.partial(run_engine, tmp_path)
 
-    def run(engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str) -> Run:
-        output, log = tmp_path / "answer.json", tmp_path / "log.txt"
-        output.unlink(missing_ok=True)
-        request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens})
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, str(GENERATE), request, str(output)],
-                env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path / "vllm-cache"), **environment},
-                cwd=tmp_path,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout=STARTUP_SECONDS)
-            finally:
-                stop(process)
-        answer = json.loads(output.read_text()) if output.exists() else {}
-        return Run(process.returncode, log.read_text(errors="replace"), answer)
 
-    return run
+@pytest.fixture(scope="session")
+def generate_in() -> Callable[..., Run]:
+    """run_engine(), for a run that several tests share."""
+    return run_engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +119,20 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     )
 
 
-@pytest.fixture(scope="session")
-def server(
-    demo_model: Path, platform_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """`vllm serve` with the demo model and the Zen platform, eager to spare the compile time."""
-    folder = tmp_path_factory.mktemp("server")
+@contextlib.contextmanager
+def serving(folder: Path, model: Path, *arguments: str, **environment: str) -> Iterator[Server]:
+    """`vllm serve` in `folder`, eager to spare the compile time; `arguments` go to its command line."""
     port, log = free_port(), folder / "log.txt"
     command = [
         str(Path(sys.executable).parent / "vllm"),
-        *("serve", str(demo_model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
+        *("serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28), "--served-model-name", "smollm2"),
+        *arguments,
     ]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache"), **platform_environment},
+            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache"), **environment},
             cwd=folder,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -135,3 +143,18 @@ def server(
             yield Server(f"http://127.0.0.1:{port}/v1", log)
         finally:
             stop(process)
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """serving(), for a server with arguments of its own."""
+    return serving
+
+
+@pytest.fixture(scope="session")
+def server(
+    demo_model: Path, platform_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """`vllm serve` with the demo model and the Zen platform."""
+    with serving(tmp_path_factory.mktemp("server"), demo_model, **platform_environment) as running:
+        yield running
