@@ -88,3 +88,10 @@ def serving(folder: Path, command: Sequence[str], **environment: str) -> Iterato
             yield Server(f"http://127.0.0.1:{port}/v1", log, process)
         finally:
             stop(process)
+
+
+def serve_demo(model: Path) -> list[str]:
+    """The command of `vllm serve` with the demo model, eager to spare the compile time."""
+    command = [str(BIN / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28)]
+    return [*command, "--served-model-name", "smollm2"]

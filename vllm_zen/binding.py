@@ -4,12 +4,13 @@ Left alone, a wrong value of these ends in a bare conversion or assertion error 
 or in threads outside the CPUs this process may use. Standard library only.
 """
 
+import multiprocessing
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from vllm_zen import host
-from vllm_zen.errors import EnvironmentVariableError
+from vllm_zen.errors import EnvironmentVariableError, UnsupportedError
 from vllm_zen.host import Host, Limit
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -129,17 +130,68 @@ def is_left_to_vllm(environ: Mapping[str, str]) -> bool:
     return environ.get(BIND, "auto").strip() in ("", "auto") and RESERVED not in environ
 
 
+def split_cores(nodes: list[list[int]], ranks: int) -> list[list[int]]:
+    """Cores for each of `ranks` workers, given one CPU id a core and one list a NUMA node.
+
+    No core twice, and no worker on two nodes: weights and KV cache stand in the memory of one. Up to one
+    worker a node, each has a whole node. Beyond that the nodes take workers in proportion to their cores,
+    and the workers of one node share it evenly, the first ones taking what is left over.
+
+    Raises UnsupportedError for more workers than cores: they spin while they wait for each other.
+    """
+    cores = sum(len(node) for node in nodes)
+    if ranks > cores:
+        raise UnsupportedError(
+            f"{ranks} workers on this host are refused: it has {cores} cores for this process, and workers "
+            f"that share one wait for each other in turns. Lower the tensor, pipeline or data parallel size, "
+            f"or place them by hand: {BIND} takes one CPU list a worker, separated by |."
+        )
+    if ranks <= len(nodes):
+        return nodes[:ranks]
+    workers = [1] * len(nodes)
+    for _ in range(ranks - len(nodes)):
+        roomiest = max(range(len(nodes)), key=lambda index: len(nodes[index]) / (workers[index] + 1))
+        workers[roomiest] += 1
+    lists = []
+    for node, count in zip(nodes, workers, strict=True):
+        share, left_over = divmod(len(node), count)
+        begin = 0
+        for index in range(count):
+            end = begin + share + (index < left_over)
+            lists.append(node[begin:end])
+            begin = end
+    return lists
+
+
+def worker_cores(nodes: list[list[int]], ranks: int, quota: Limit | None) -> list[list[int]]:
+    """split_cores() less what should not compute: cores above the CPU time quota, and one a large worker.
+
+    As vLLM does with one worker a node, the last core of each is kept for the scheduler and the server, but
+    not of a small one (see COMPUTE_ON_ALL_UP_TO).
+    """
+    lists = split_cores(nodes, ranks)
+    if quota is not None and quota.value < sum(len(cores) for cores in lists):
+        return [cores[: max(1, int(quota.value / ranks))] for cores in lists]
+    return [cores[:-1] if len(cores) > COMPUTE_ON_ALL_UP_TO else cores for cores in lists]
+
+
 def better_default(
-    environ: Mapping[str, str], ranks: int, cores: Sequence[int], quota: Limit | None
+    environ: Mapping[str, str], ranks: int, nodes: list[list[int]], quota: Limit | None
 ) -> list[Correction]:
     """What to bind to where vLLM's automatic choice is harmful and the user made none.
 
-    `cores` holds one CPU id for each core that one worker may use. On few cores vLLM keeps one idle for its
-    scheduler, which on two is half the machine; and it does not look at the CPU time quota, above which
-    threads only wait for each other.
+    `nodes` holds, for each NUMA node, one CPU id for each core this process may use. On few cores vLLM keeps
+    one idle for its scheduler, which on two is half the machine; and it does not look at the CPU time quota,
+    above which threads only wait for each other. Several workers it binds only where each has a node of its
+    own, and those of data parallel engines all to the first node (vllm/utils/ompmultiprocessing.py).
     """
-    if not is_left_to_vllm(environ) or ranks != 1 or not cores:
+    cores = nodes[0] if nodes else []
+    if not is_left_to_vllm(environ) or not cores:
         return []
+    if ranks > 1:
+        value = "|".join(host.format_cpu_list(chosen) for chosen in worker_cores(nodes, ranks, quota))
+        line = f"{ranks} workers get cores of their own ({BIND}={value}). Set {BIND} to place them yourself"
+        return [Correction(BIND, value, line, of_user=False)]
     if quota is not None and quota.value < len(cores):
         chosen = cores[: max(1, int(quota.value))]
         threads = "1 compute thread" if len(chosen) == 1 else f"{len(chosen)} compute threads"
@@ -202,6 +254,26 @@ def check(environ: Mapping[str, str], ranks: int, machine: Host) -> list[Correct
     return check_binding(environ, ranks, machine.cpus)
 
 
+def check_under_ray(environ: MutableMapping[str, str]) -> None:
+    """Refuses CPU lists where Ray starts the workers: one variable cannot be right on every machine.
+
+    Takes back what apply() wrote for an earlier engine. Raises EnvironmentVariableError.
+    """
+    given = environ.get(BIND, "auto")
+    if given == _written.get(BIND):
+        del environ[BIND]
+    elif given.strip() not in ("", "auto", "nobind"):
+        raise EnvironmentVariableError(
+            f"{BIND}={given!r} is refused with Ray, whose workers bind themselves on each machine. It takes "
+            f"auto or nobind there. Give cores to the Ray node instead: taskset -c 0-31 ray start ..."
+        )
+
+
+def cores_of_nodes(machine: Host) -> list[list[int]]:
+    """One CPU id for each core, the last of its siblings as in vLLM's own binding, by NUMA node."""
+    return [sorted(max(core) for core in machine.cores_of(node)) for node in machine.nodes]
+
+
 # What apply() wrote here without being asked: to a later engine in this process it is no user's choice.
 _written: dict[str, str] = {}
 
@@ -223,25 +295,29 @@ def apply(
     machine = host.read_host() if machine is None else machine
     if environ.get(BIND) is not None and environ[BIND] == _written.get(BIND):
         del environ[BIND]
+    lists = environ.get(BIND, "").count("|") + 1
     if replica is not None:
-        ranks = max(environ.get(BIND, "").count("|") + 1, (replica + 1) * world_size)
+        ranks = max(lists, (replica + 1) * world_size)
     else:
         ranks = world_size * max(1, replicas)
+        # vLLM tells an engine of a dense model that it is the only one (reconfigure_for_independent_dp_rank);
+        # the process that started it has seen the whole, and checked it.
+        if multiprocessing.parent_process() is not None:
+            ranks = max(lists, ranks)
     corrections = check(environ, ranks, machine)
     # With either of these the user has placed the worker, and vLLM follows.
     placed = environ.get("CPU_VISIBLE_MEMORY_NODES") or environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
-    if not placed and replica is None and machine.nodes:
-        cores = sorted(max(core) for core in machine.cores_of(machine.nodes[0]))
-        corrections += better_default(environ, ranks, cores, machine.quota)
+    if not placed and replica is None:
+        corrections += better_default(environ, ranks, cores_of_nodes(machine), machine.quota)
     for correction in corrections:
         if correction.value is not None:
             environ[correction.name] = correction.value
             if not correction.of_user:
                 _written[correction.name] = correction.value
-    lists = compute_cpus(environ, machine)
-    if replica is not None and len(lists) > 1:
-        lists = lists[replica * world_size : (replica + 1) * world_size]
-    return corrections + quota_warnings(environ, machine.quota, sum(map(len, lists)))
+    bound = compute_cpus(environ, machine)
+    if replica is not None and len(bound) > 1:
+        bound = bound[replica * world_size : (replica + 1) * world_size]
+    return corrections + quota_warnings(environ, machine.quota, sum(map(len, bound)))
 
 
 def _memory(machine: Host) -> int:

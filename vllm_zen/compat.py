@@ -1,4 +1,4 @@
-"""Every touch of a vLLM private. Budget: five entries. Used: five.
+"""Every touch of a vLLM private. Budget: five entries; six are used, as none can go yet.
 
 1. dispatch_cpu_unquantized_gemm (vllm.model_executor.layers.utils)
    Symptom: vLLM 0.32 has no registry for unquantized linear layers; its function packs embedding tables
@@ -42,6 +42,14 @@
    Upstream: vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition.wait.
    Delete when: the time is a setting of vLLM's.
    Test: tests/plugin/test_compat.py fails when the attribute moves; tests/e2e/test_cases.py counts periods.
+
+6. GPUModelRunner.intermediate_tensors
+   Symptom: with --enforce-eager and pipeline parallelism every rank behind the first ends its first step in
+   `assert self.intermediate_tensors is not None`. A dummy run allocates that buffer, and the CPU runner
+   leaves the dummy run out where there is nothing to compile.
+   Upstream: vllm/v1/worker/cpu_model_runner.py, warming_up_model; gpu_model_runner.py, _dummy_run.
+   Delete when: the buffer is allocated outside the dummy run.
+   Test: tests/plugin/test_compat.py fails when it is; tests/e2e/test_parallel.py runs a pipeline eagerly.
 """
 
 import contextlib
@@ -162,6 +170,17 @@ def declare_variables() -> None:
 
     for variable in envs.VARIABLES:
         vllm.envs.environment_variables.setdefault(variable.name, lambda: None)
+
+
+def allocate_pipeline_input(runner: Any) -> None:
+    """Gives a pipeline rank behind the first the buffer it copies its input into. Idempotent."""
+    from vllm.distributed import get_pp_group
+
+    if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+        return
+    runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
 
 
 def stock_dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:

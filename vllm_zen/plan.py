@@ -248,7 +248,8 @@ def _layout(model: Model, machine: Host, request: Request, reasons: list[str]) -
     if request.ranks is not None or request.replicas > 1:
         ranks = (request.ranks or 1) * request.replicas
         reasons.append(f"ranks: {ranks}, as the parallel sizes ask, each on cores of its own")
-        return (_instance(machine, _divide(machine, nodes, ranks), reasons),)
+        split = binding.split_cores(binding.cores_of_nodes(machine), ranks)
+        return (_instance(machine, split, reasons),)
     sockets = [
         [shared for node in nodes if (shared := [cpu for cpu in node if cpu in socket])]
         for socket in map(set, machine.sockets)
@@ -291,20 +292,6 @@ def _ranks_over(model: Model, nodes: list[list[int]], reasons: list[str]) -> lis
         f"into {count}"
     )
     return [[cpu for node in nodes for cpu in node]]
-
-
-def _divide(machine: Host, nodes: list[list[int]], ranks: int) -> list[list[int]]:
-    """The cores in `ranks` runs as equal as they come, whole nodes where the numbers allow it."""
-    if len(nodes) == ranks:
-        return nodes
-    cores = [cpu for node in nodes for cpu in _one_a_core(machine, node)]
-    if ranks > len(cores):
-        raise PlanError(
-            f"{ranks} ranks were asked for, and this process may use {len(cores)} cores. Take fewer ranks."
-        )
-    size, more = divmod(len(cores), ranks)
-    starts = [rank * size + min(rank, more) for rank in range(ranks + 1)]
-    return [cores[starts[rank] : starts[rank + 1]] for rank in range(ranks)]
 
 
 def _one_a_core(machine: Host, cpus: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_zen import activation, binding, checkpoint, compat, envs, host, metrics, plan, zentorch
+from vllm_zen import activation, binding, checkpoint, compat, envs, host, metrics, plan, ray_worker, zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import UnsupportedError, ZenError
 from vllm_zen.options import Options
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKER_CLASS = "vllm_zen.worker.ZenWorker"
+COMMUNICATOR_CLASS = "vllm_zen.communicator.ZenCommunicator"
 
 
 class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
@@ -25,6 +26,8 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
 
     device_name: str = "cpu"
     device_type: str = "cpu"
+    # Without a name vLLM refuses Ray on this platform.
+    ray_device_key: str = ray_worker.RESOURCE
 
     # True while compat.stock_dispatch() lets vLLM choose as it would without zentorch.
     hide_zen: bool = False
@@ -71,6 +74,9 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         The processes vLLM starts later inherit the corrected environment, and find nothing to correct.
         """
         parallel = vllm_config.parallel_config
+        if parallel.use_ray:
+            binding.check_under_ray(os.environ)
+            return
         # Without data parallelism the local rank says 0, not None.
         replica = parallel.data_parallel_rank_local if parallel.data_parallel_size > 1 else None
         for correction in binding.apply(
@@ -114,6 +120,11 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             return
         cache.kv_cache_memory_bytes = planned.kv_cache_per_rank
         _log_once(logging.INFO, next(why for why in planned.reasons if why.startswith("KV cache")))
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """vLLM's own, which takes two machines for one."""
+        return COMMUNICATOR_CLASS
 
     @classmethod
     def _key_compile_cache(cls, vllm_config: "VllmConfig") -> None:

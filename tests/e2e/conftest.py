@@ -1,6 +1,7 @@
 """Real engines and a real server, each in processes of their own that do not outlive the test."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import BIN, STARTUP_SECONDS, Server, serving, stop
+from servers import STARTUP_SECONDS, Server, serve_demo, serving, stop
 
 from vllm_zen import demo
 from vllm_zen.bench import shapes
@@ -38,42 +39,50 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo.prepare(tmp_path_factory.mktemp("cache"))
 
 
+def run_engine(
+    folder: Path, engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str
+) -> Run:
+    """Runs generate.py in `folder`, which takes its log, its answer and vLLM's cache."""
+    output, log = folder / "answer.json", folder / "log.txt"
+    output.unlink(missing_ok=True)
+    request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens})
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, str(GENERATE), request, str(output)],
+            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), **environment},
+            cwd=folder,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=STARTUP_SECONDS)
+        finally:
+            stop(process)
+    answer = json.loads(output.read_text()) if output.exists() else {}
+    return Run(process.returncode, log.read_text(errors="replace"), answer)
+
+
 @pytest.fixture
 def generate(tmp_path: Path) -> Callable[..., Run]:
-    """generate(engine, prompts, max_tokens, **environment): runs generate.py and returns its Run."""
+    """generate(engine, prompts, max_tokens, **environment): run_engine() in the test's own folder."""
+    return functools.partial(run_engine, tmp_path)
 
-    def run(engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str) -> Run:
-        output, log = tmp_path / "answer.json", tmp_path / "log.txt"
-        output.unlink(missing_ok=True)
-        request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens})
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, str(GENERATE), request, str(output)],
-                env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path / "vllm-cache"), **environment},
-                cwd=tmp_path,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout=STARTUP_SECONDS)
-            finally:
-                stop(process)
-        answer = json.loads(output.read_text()) if output.exists() else {}
-        return Run(process.returncode, log.read_text(errors="replace"), answer)
 
-    return run
+@pytest.fixture(scope="session")
+def generate_in() -> Callable[..., Run]:
+    """run_engine(), for a run that several tests share."""
+    return run_engine
 
 
 @pytest.fixture(scope="session")
 def server(
     demo_model: Path, platform_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """`vllm serve` with the demo model and the Zen platform, eager to spare the compile time."""
-    command = [str(BIN / "vllm"), "serve", str(demo_model), "--host", "127.0.0.1", "--enforce-eager"]
-    command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28)]
-    command += ["--served-model-name", "smollm2"]
-    with serving(tmp_path_factory.mktemp("server"), command, **platform_environment) as running:
+    """`vllm serve` with the demo model and the Zen platform."""
+    with serving(
+        tmp_path_factory.mktemp("server"), serve_demo(demo_model), **platform_environment
+    ) as running:
         yield running
 
 

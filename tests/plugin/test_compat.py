@@ -3,6 +3,7 @@
 import inspect
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import fakes
 import pytest
@@ -41,6 +42,42 @@ def test_vllm_still_finalizes_every_saved_graph():
     assert "loaded_fn = torch.compiler.load_compiled_function(" in source
     assert "loaded_fn._artifacts.compiled_fn.finalize_loading(model.vllm_config)" in source
     assert "hasattr" not in source
+
+
+def test_the_pipeline_buffer_is_still_left_to_a_dummy_run():
+    """Delete the fourth compat entry when this fails: eager CPU runners then have the buffer too."""
+    from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+
+    assert "== CompilationMode.NONE:\n            return" in inspect.getsource(
+        cpu_model_runner.CPUModelRunner.warming_up_model
+    )
+    runner = gpu_model_runner.GPUModelRunner
+    allocation = "self.model.make_empty_intermediate_tensors("
+    assert inspect.getsource(gpu_model_runner).count(allocation) == 1
+    assert allocation in inspect.getsource(runner._dummy_run)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_behind_the_first_get_their_buffer_once(monkeypatch, first):
+    import vllm.distributed
+
+    from vllm_zen import compat
+
+    model = SimpleNamespace(make_empty_intermediate_tensors=lambda **settings: settings)
+    runner = SimpleNamespace(
+        intermediate_tensors=None,
+        get_model=lambda: model,
+        max_num_tokens=64,
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        device=torch.device("cpu"),
+    )
+    monkeypatch.setattr(vllm.distributed, "get_pp_group", lambda: SimpleNamespace(is_first_rank=first))
+    compat.allocate_pipeline_input(runner)
+    settings = {"batch_size": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    assert runner.intermediate_tensors == (None if first else settings)
+    made = runner.intermediate_tensors
+    compat.allocate_pipeline_input(runner)
+    assert runner.intermediate_tensors is made
 
 
 APPLY_TWICE = """

@@ -1,10 +1,14 @@
 """vLLM's CPU variables: case T04's whole list, and the corrected thread default (T01, T03)."""
 
+import multiprocessing
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from machines import GIB
 
 from vllm_zen import binding, host
-from vllm_zen.errors import EnvironmentVariableError
+from vllm_zen.errors import EnvironmentVariableError, UnsupportedError
 
 TWO = [0, 1]
 
@@ -127,7 +131,7 @@ def test_right_kv_spaces_pass(environ):
 )
 def test_the_default_is_corrected_on_few_cores_and_under_a_quota(cores, quota, value):
     limit = None if quota is None else host.Limit(quota, FILE)
-    [correction] = binding.better_default({}, 1, cores, limit)
+    [correction] = binding.better_default({}, 1, [cores], limit)
     assert (correction.name, correction.value) == (binding.BIND, value)
     assert "keeps vLLM's choice" in correction.why
     assert (FILE in correction.why) == (quota is not None and quota < len(cores))
@@ -138,15 +142,115 @@ def test_the_default_is_corrected_on_few_cores_and_under_a_quota(cores, quota, v
     [
         ({}, 1, [0]),
         ({}, 1, list(range(8))),
-        ({}, 2, [0, 1]),
+        ({binding.BIND: "0|1"}, 2, [0, 1]),
+        ({binding.RESERVED: "0"}, 2, [0, 1]),
         ({binding.BIND: "0"}, 1, [0, 1]),
         ({binding.BIND: "nobind"}, 1, [0, 1]),
         ({binding.BIND: "auto", binding.RESERVED: "1"}, 1, [0, 1]),
     ],
-    ids=["one core", "many cores", "two workers", "a list", "nobind", "the switch"],
+    ids=[
+        "one core",
+        "many cores",
+        "two lists",
+        "two workers and the switch",
+        "a list",
+        "nobind",
+        "the switch",
+    ],
 )
 def test_the_default_stays(environ, ranks, cores):
-    assert binding.better_default(environ, ranks, cores, None) == []
+    assert binding.better_default(environ, ranks, [cores], None) == []
+
+
+LOW, HIGH = list(range(8)), list(range(8, 16))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "lists"),
+    [
+        ([[0, 1]], 2, [[0], [1]]),
+        ([[0, 1, 2]], 2, [[0, 1], [2]]),
+        ([LOW], 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        ([LOW, HIGH], 1, [LOW]),
+        ([LOW, HIGH], 2, [LOW, HIGH]),
+        ([LOW, HIGH], 3, [LOW[:4], LOW[4:], HIGH]),
+        ([LOW, HIGH], 4, [LOW[:4], LOW[4:], HIGH[:4], HIGH[4:]]),
+        ([LOW, [8]], 3, [LOW[:4], LOW[4:], [8]]),
+        ([[0], LOW[1:]], 4, [[0], [1, 2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_split_cores(nodes, ranks, lists):
+    assert binding.split_cores(nodes, ranks) == lists
+
+
+@given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4), ranks=st.integers(1, 48))
+def test_split_cores_gives_each_worker_cores_of_one_node_and_none_twice(sizes, ranks):
+    ids = iter(range(100))
+    nodes = [[next(ids) for _ in range(size)] for size in sizes]
+    if ranks > sum(sizes):
+        with pytest.raises(UnsupportedError):
+            binding.split_cores(nodes, ranks)
+        return
+    lists = binding.split_cores(nodes, ranks)
+    chosen = [cpu for cores in lists for cpu in cores]
+    assert len(lists) == ranks and all(lists)
+    assert len(set(chosen)) == len(chosen)
+    assert all(any(set(cores) <= set(node) for node in nodes) for cores in lists)
+    if ranks >= len(nodes):
+        assert len(chosen) == sum(sizes)
+
+
+def test_more_workers_than_cores_are_refused_with_the_way_out():
+    with pytest.raises(UnsupportedError) as refused:
+        binding.better_default({}, 3, [[0, 1]], None)
+    message = str(refused.value)
+    assert "3 workers" in message and "2 cores" in message and binding.BIND in message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "quota", "value"),
+    [
+        ([[0, 1]], 2, None, "0|1"),
+        ([[0, 1]], 2, 1.0, "0|1"),
+        ([list(range(8))], 2, None, "0-3|4-7"),
+        ([list(range(32))], 2, None, "0-14|16-30"),
+        ([LOW, HIGH], 2, None, "0-6|8-14"),
+        ([list(range(32))], 2, 8.0, "0-3|16-19"),
+    ],
+)
+def test_several_workers_get_cores_of_their_own(nodes, ranks, quota, value):
+    limit = None if quota is None else host.Limit(quota, FILE)
+    [correction] = binding.better_default({}, ranks, nodes, limit)
+    assert (correction.name, correction.value) == (binding.BIND, value)
+    assert not correction.of_user and f"{ranks} workers" in correction.why
+    allowed = [cpu for node in nodes for cpu in node]
+    assert binding.check_binding({binding.BIND: value}, ranks, allowed) == []
+
+
+def test_an_engine_that_was_started_with_others_finds_their_lists_too(monkeypatch):
+    """vLLM tells each engine of a dense model that it is the only one; its parent checked the whole."""
+    cpu = min(binding.host.allowed_cpus())
+    lists = {binding.BIND: f"{cpu}|{cpu}"}
+    with pytest.raises(EnvironmentVariableError, match="holds 2 CPU lists for 1 workers"):
+        binding.apply(lists, 1)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    assert binding.apply(lists, 1) == []
+
+
+@pytest.mark.parametrize("value", [None, "", "auto", " nobind"])
+def test_under_ray_workers_bind_themselves(value):
+    environ = {} if value is None else {binding.BIND: value}
+    binding.check_under_ray(environ)
+    assert environ.get(binding.BIND) == value
+
+
+def test_cpu_lists_are_refused_under_ray(monkeypatch):
+    with pytest.raises(EnvironmentVariableError, match="taskset"):
+        binding.check_under_ray({binding.BIND: "0-1"})
+    monkeypatch.setattr(binding, "_written", {binding.BIND: "0-1"})
+    ours = {binding.BIND: "0-1"}
+    binding.check_under_ray(ours)
+    assert ours == {}
 
 
 def test_apply_writes_what_vllm_reads():
@@ -234,7 +338,8 @@ def test_our_own_default_is_not_the_users_for_a_later_engine(monkeypatch):
     """LLM() of one worker, then one of two: the first one's correction must not count as a wrong list."""
     monkeypatch.setattr(binding, "_written", {binding.BIND: "0-1"})
     environ = {binding.BIND: "0-1"}
-    assert binding.apply(environ, 2, machine=machine()) == [] and binding.BIND not in environ
+    binding.apply(environ, 2, machine=machine())
+    assert environ == {binding.BIND: "0|1"}
 
 
 def test_an_engine_that_something_else_placed_is_left_alone():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_zen import host, plan
-from vllm_zen.errors import PlanError
+from vllm_zen.errors import PlanError, UnsupportedError
 
 GIB = 2**30
 
@@ -92,7 +92,7 @@ def test_asked_for_ranks_get_cores_of_their_own():
 
 
 def test_more_ranks_than_cores_are_refused():
-    with pytest.raises(PlanError, match=r"3 ranks.*2 cores"):
+    with pytest.raises(UnsupportedError, match=r"3 workers.*2 cores"):
         make(ranks=3)
 
 
