@@ -224,8 +224,12 @@ def compute_cpus(environ: Mapping[str, str], machine: Host) -> list[list[int]]:
     return [host.parse_cpu_list(text) for text in value.split("|")]
 
 
-def quota_warnings(environ: Mapping[str, str], quota: Limit | None, threads: int) -> list[Correction]:
+def quota_warnings(
+    environ: Mapping[str, str], quota: Limit | None, threads: int, ours: bool
+) -> list[Correction]:
     """What a CPU time quota below one CPU means, and that more `threads` than it pays for were asked for.
+
+    `ours` where the binding is not the user's: a worker has one thread at least, whatever the quota.
 
     What the user asked for stays: the quota may be raised while the server runs. `environ` is as apply()
     left it.
@@ -237,7 +241,7 @@ def quota_warnings(environ: Mapping[str, str], quota: Limit | None, threads: int
         lines.append(
             f"{describe_quota(quota)}: less than one CPU is available, and each step waits for its share"
         )
-    if threads > max(1, quota.value):
+    if threads > max(1, quota.value) and not ours:
         setting = f"{BIND}={environ.get(BIND, 'auto')} gives {threads} compute threads"
         way_out = f"Unset {BIND} and {RESERVED} for as many as it pays for"
         lines.append(f"{setting}, but {describe_quota(quota)}: they wait for each other. {way_out}")
@@ -317,7 +321,12 @@ def apply(
     bound = compute_cpus(environ, machine)
     if replica is not None and len(bound) > 1:
         bound = bound[replica * world_size : (replica + 1) * world_size]
-    return corrections + quota_warnings(environ, machine.quota, sum(map(len, bound)))
+    return corrections + quota_warnings(
+        environ,
+        machine.quota,
+        sum(map(len, bound)),
+        ours=BIND in environ and environ[BIND] == _written.get(BIND),
+    )
 
 
 def _memory(machine: Host) -> int:

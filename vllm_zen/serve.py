@@ -89,7 +89,10 @@ def prepare(model: str, arguments: Sequence[str], machine: Host, environ: Mappin
     _plan(launch, model, known, arguments, machine, changed)
     changed |= launch.environment
     threads = sum(map(len, binding.compute_cpus(changed, machine)))
-    launch.warned += [warning.why for warning in binding.quota_warnings(changed, machine.quota, threads)]
+    ours = binding.BIND in launch.environment
+    launch.warned += [
+        warning.why for warning in binding.quota_warnings(changed, machine.quota, threads, ours)
+    ]
     if known.host is None and known.uds is None:
         launch.command += ["--host", LOOPBACK]
     elif known.host and not _is_loopback(known.host) and not (known.api_key or environ.get("VLLM_API_KEY")):
