@@ -72,6 +72,7 @@ def test_t01_a_time_quota_below_the_visible_cpus(tmp_path, tiny, platform_enviro
             assert throttled / periods < 0.1, f"{throttled} of {periods} periods"
 
 
+@pytest.mark.full
 def test_t01_the_users_threads_win_with_a_warning(tmp_path, tiny, platform_environment):
     if len(host.allowed_cpus()) < 2:
         pytest.skip("two threads need two CPUs")
@@ -101,6 +102,7 @@ def test_t02_a_cpuset_of_one(tmp_path, tiny, platform_environment):
         assert allowed_of_every_thread(server) == {last}
 
 
+@pytest.mark.full
 def test_t02_two_servers_side_by_side(tmp_path, tiny, platform_environment):
     """Each pinned to a CPU of its own: no shared CPU, and memory for both."""
     if len(host.allowed_cpus()) < 2:

@@ -46,6 +46,7 @@ def test_it_serves_by_its_plan_and_one_signal_ends_it(tmp_path, tiny, platform_e
     assert [path for path in mapped if Path(path).exists()] == []
 
 
+@pytest.mark.full
 def test_a_request_in_flight_does_not_hold_it_up(tmp_path, tiny, platform_environment):
     with serving(tmp_path, [str(BIN / "vllm-zen"), "serve", *tiny], **platform_environment) as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", timeout=120)
