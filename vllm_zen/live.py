@@ -1,7 +1,7 @@
 """Whether a running server runs as it should, from its /metrics, and if not, the likeliest reason."""
 
+import http.client
 import math
-import time
 import urllib.request
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -24,8 +24,13 @@ def examine(url: str, expected_tokens_per_second: float | None = None) -> Iterat
     """Rows like doctor's. Never raises: what cannot be asked is a row."""
     try:
         samples = parse(fetch(url))
-    except (OSError, ValueError) as error:
-        yield Row("live", "fail", f"{url}: {error}", "name a running server, as http://127.0.0.1:8000")
+    except (OSError, ValueError, ImportError, http.client.HTTPException) as error:
+        yield Row(
+            "live",
+            "fail",
+            f"{url}: {type(error).__name__} {error}",
+            "name a running server, as http://127.0.0.1:8000",
+        )
         return
     yield from judge(samples, expected_tokens_per_second)
 
@@ -72,17 +77,19 @@ def _platform(samples: Samples) -> Row:
     for labels, _ in samples.get("vllm_zen_info", []):
         said = " | ".join(f"{name} {labels[name]}" for name in sorted(labels))
         return Row("platform", "ok", f"{said} | {total(samples, 'vllm_zen_compute_threads'):.0f} threads")
-    fix = "vllm-zen doctor says why; several API servers (--api-server-count) also hide it"
-    return Row("platform", "warn", "no vllm_zen_info: stock vLLM serves", fix)
+    fix = "vllm-zen doctor on that machine says which"
+    detail = "no vllm_zen_info: stock vLLM serves, or several API servers, which data parallelism starts too"
+    return Row("platform", "warn", detail, fix)
 
 
 def _suspects(samples: Samples) -> Iterator[tuple[str, str]]:
     """What could slow this server, the likeliest first, each with the way out."""
-    stopped, age = total(samples, "vllm_zen_cpu_throttled_seconds_total"), _age(samples)
+    periods = total(samples, "vllm_zen_cpu_periods_total")
+    stopped = total(samples, "vllm_zen_cpu_throttled_periods_total") / periods if periods else 0.0
     threads, granted = (total(samples, f"vllm_zen_{n}") for n in ("compute_threads", "granted_cpus"))
-    if age and stopped / age > THROTTLED:
+    if stopped > THROTTLED:
         yield (
-            f"the CPU time quota stopped it for {stopped / age:.0%} of its time",
+            f"the CPU time quota stopped it in {stopped:.0%} of its periods",
             f"raise the quota, or {CHOOSE}",
         )
     if threads and granted and threads > max(1, granted):
@@ -110,7 +117,7 @@ def _suspects(samples: Samples) -> Iterator[tuple[str, str]]:
 
 def _rate(samples: Samples, rate: float, expected: float | None, suspects: list[str]) -> Row:
     detail = f"{rate:.1f} tok/s a request since the start"
-    if expected is None:
+    if expected is None or expected <= 0:
         return Row("rate", "ok", detail, "--expected TOK/S compares it with what `vllm-zen plan` says")
     share = rate / expected
     state: State = "ok" if share >= AS_EXPECTED else "warn"
@@ -119,12 +126,6 @@ def _rate(samples: Samples, rate: float, expected: float | None, suspects: list[
         return Row("rate", state, detail)
     reason = suspects[0] if suspects else "other processes on these CPUs, or several requests at once"
     return Row("rate", state, f"{detail}; likeliest: {reason}", "see the rows above")
-
-
-def _age(samples: Samples) -> float:
-    """Seconds since the server's start, 0 where unknown."""
-    started = total(samples, "process_start_time_seconds")
-    return max(0.0, time.time() - started) if started else 0.0
 
 
 def total(samples: Samples, name: str) -> float:

@@ -1,13 +1,13 @@
 """What runs, and how much of the CPU it is denied, on the server's /metrics.
 
 One collector in the API server's process, asked at every scrape: nothing runs between scrapes. vLLM collects
-from several API servers (--api-server-count) through files, where a collector has no place; it is left out
-there.
+from several API servers (--api-server-count, which data parallelism sets too) through files, where a
+collector has no place; it is left out there.
 """
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +21,57 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class ZenCollector(Collector):  # type: ignore[misc]
-    """The facts of this engine's configuration, and the control group's time."""
+    """The facts of the last configuration of this process, and its control group's time since it began."""
 
-    def __init__(
-        self, facts: dict[str, str], threads: int, read: Callable[[], Host] = host.read_host
-    ) -> None:
-        self._facts, self._threads, self._read = facts, threads, read
+    def __init__(self, machine: Host, root: Path = Path("/")) -> None:
+        self.facts: dict[str, str] = {}
+        self.threads = 0
+        self._machine, self._root = machine, root
+        self._before = cpu_stat(machine, root)
 
     def collect(self) -> Iterator[Any]:
-        """Called at a scrape."""
-        machine = self._read()
-        yield InfoMetricFamily("vllm_zen", "What serves: platform, CPU, kernels, backends.", self._facts)
-        yield GaugeMetricFamily("vllm_zen_compute_threads", "Compute threads of all workers.", self._threads)
+        """Called at a scrape; reads one file."""
+        machine, now = self._machine, cpu_stat(self._machine, self._root)
+        yield InfoMetricFamily("vllm_zen", "What serves: platform, CPU, kernels, backends.", self.facts)
+        yield GaugeMetricFamily("vllm_zen_compute_threads", "Compute threads of all workers.", self.threads)
         granted = machine.quota.value if machine.quota else len(machine.cpus)
         yield GaugeMetricFamily("vllm_zen_granted_cpus", "CPUs of time this server may use.", granted)
-        throttled = CounterMetricFamily(
-            "vllm_zen_cpu_throttled_seconds", "Time for which the control group's quota stopped its threads."
-        )
-        throttled.add_metric([], throttled_seconds(machine))
-        yield throttled
+        texts = {
+            "throttled_seconds": "Time for which the quota stopped the control group, over all its CPUs.",
+            "throttled_periods": "Periods of the quota in which it stopped the control group.",
+            "periods": "Periods of the quota in which the control group ran.",
+        }
+        for name, text in texts.items():
+            counter = CounterMetricFamily(f"vllm_zen_cpu_{name}", text)
+            counter.add_metric([], now[name] - self._before[name])
+            yield counter
 
 
-def throttled_seconds(machine: Host, root: Path = Path("/")) -> float:
-    """Seconds, from cpu.stat beside the quota's file (nanoseconds in v1, microseconds in v2); 0 without."""
-    if machine.quota is None:
-        return 0.0
-    file = root / machine.quota.source.lstrip("/")
-    try:
-        lines = (file.parent / "cpu.stat").read_text().splitlines()
-        stat = {name: int(value) for name, value in (line.split() for line in lines)}
-    except (OSError, ValueError):
-        return 0.0
-    return stat.get("throttled_time", 0) / 1e9 + stat.get("throttled_usec", 0) / 1e6
+def cpu_stat(machine: Host, root: Path = Path("/")) -> dict[str, float]:
+    """What cpu.stat beside the quota's file counts since the group was made; zeros without a quota.
+
+    Seconds from nanoseconds in v1, from microseconds in v2.
+    """
+    stat: dict[str, int] = {}
+    if machine.quota is not None:
+        file = (root / machine.quota.source.lstrip("/")).parent / "cpu.stat"
+        try:
+            lines = file.read_text().splitlines()
+            stat = {name: int(value) for name, value in (line.split() for line in lines)}
+        except (OSError, ValueError):
+            stat = {}
+    return {
+        "throttled_seconds": stat.get("throttled_time", 0) / 1e9 + stat.get("throttled_usec", 0) / 1e6,
+        "throttled_periods": float(stat.get("nr_throttled", 0)),
+        "periods": float(stat.get("nr_periods", 0)),
+    }
 
 
 def describe(quantization: str | None, attention: str, dtype: Any) -> dict[str, str]:
-    """The labels of vllm_zen_info: what a worker of this configuration chooses, by the functions it uses."""
+    """The labels of vllm_zen_info: what a worker of this configuration chooses, by the functions it uses.
+
+    `linear` is who runs a plain layer of the model's dtype; the start-up line counts the layers themselves.
+    """
     import torch
 
     from vllm_zen import activation
@@ -77,13 +92,17 @@ def describe(quantization: str | None, attention: str, dtype: Any) -> dict[str, 
 
 
 @functools.cache
-def _register(facts: tuple[tuple[str, str], ...], threads: int) -> None:
-    REGISTRY.register(ZenCollector(dict(facts), threads))
+def _collector() -> ZenCollector:
+    """The one of this process."""
+    collector = ZenCollector(host.read_host())
+    REGISTRY.register(collector)
+    return collector
 
 
 def publish(quantization: str | None, dtype: Any) -> None:
-    """Puts the collector into this process's registry, once for a configuration."""
+    """Puts this configuration on /metrics; a later engine of the process replaces it."""
     if os.environ.get(MULTIPROCESS):
         return
-    lists = binding.compute_cpus(os.environ, host.read_host())
-    _register(tuple(describe(quantization, "vllm", dtype).items()), sum(map(len, lists)))
+    collector = _collector()
+    collector.facts = describe(quantization, "vllm", dtype)
+    collector.threads = sum(map(len, binding.compute_cpus(os.environ, host.read_host())))

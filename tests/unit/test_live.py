@@ -2,7 +2,6 @@
 
 import http.server
 import threading
-import time
 
 import examples
 import pytest
@@ -17,13 +16,13 @@ vllm:num_preemptions_total{{engine="0"}} {preempted}
 vllm:kv_cache_usage_perc{{engine="0"}} {usage}
 vllm:request_time_per_output_token_seconds_sum{{engine="0"}} {tpot_sum}
 vllm:request_time_per_output_token_seconds_count{{engine="0"}} {requests}
-process_start_time_seconds {started}
 """
 ZEN = """
 vllm_zen_info{{isa="zen4",linear="zentorch"}} 1
 vllm_zen_compute_threads {threads}
 vllm_zen_granted_cpus {granted}
-vllm_zen_cpu_throttled_seconds_total {throttled}
+vllm_zen_cpu_throttled_periods_total {throttled}
+vllm_zen_cpu_periods_total 100
 """
 CALM = {
     "running": 0,
@@ -39,7 +38,7 @@ CALM = {
 
 
 def judge(expected=None, zen=True, **changes):
-    values = CALM | {"started": time.time() - 100} | changes
+    values = CALM | changes
     text = (EXPOSITION + (ZEN if zen else "")).format(**values)
     return list(live.judge(live.parse(text), expected))
 
@@ -63,7 +62,7 @@ def test_without_an_expectation_the_rate_is_reported():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"throttled": 30, "waiting": 3}, "quota stopped it for 30%"),
+        ({"throttled": 30, "waiting": 3}, "quota stopped it in 30%"),
         ({"threads": 4, "running": 8}, "4 threads on 2 CPUs wait"),
         ({"threads": 1, "granted": 8}, "1 threads on 8 CPUs leave most idle"),
         ({"preempted": 5}, "5 requests were put back"),
@@ -97,6 +96,7 @@ def test_a_server_that_has_answered_nothing():
         ("ftp://127.0.0.1", "not an http address"),
         ("file:///etc/passwd", "not an http address"),
         ("", "not an http address"),
+        ("http://a b", "InvalidURL"),
     ],
 )
 def test_what_cannot_be_asked_is_a_row(url, words):
@@ -125,14 +125,16 @@ def test_an_answer_that_is_no_vllm_is_a_row(body):
 # The collector
 
 
-def collected(machine, facts=None):
+def collected(collector):
     registry = CollectorRegistry()
-    registry.register(metrics.ZenCollector(facts or {"isa": "ref"}, 2, lambda: machine))
+    registry.register(collector)
     return live.parse(generate_latest(registry).decode())
 
 
 def test_what_the_collector_shows():
-    samples = collected(examples.machine())
+    collector = metrics.ZenCollector(examples.machine())
+    collector.facts, collector.threads = {"isa": "ref"}, 2
+    samples = collected(collector)
     assert samples["vllm_zen_info"] == [({"isa": "ref"}, 1.0)]
     assert live.total(samples, "vllm_zen_compute_threads") == 2
     assert live.total(samples, "vllm_zen_granted_cpus") == 2
@@ -140,16 +142,32 @@ def test_what_the_collector_shows():
 
 
 @pytest.mark.parametrize(
-    ("stat", "seconds"),
+    ("before", "after", "seconds"),
     [
-        ("nr_periods 10\nnr_throttled 2\nthrottled_time 1500000000\n", 1.5),
-        ("usage_usec 9\nthrottled_usec 2500000\n", 2.5),
-        ("garbage\n", 0),
+        ("throttled_time 1000000000", "throttled_time 2500000000", 1.5),
+        ("throttled_usec 500000", "throttled_usec 3000000", 2.5),
+        ("garbage", "garbage", 0),
     ],
     ids=["v1", "v2", "odd"],
 )
-def test_throttled_time_is_read_beside_the_quota(tmp_path, stat, seconds):
-    (tmp_path / "group").mkdir()
-    (tmp_path / "group/cpu.stat").write_text(stat)
+def test_throttling_counts_from_the_servers_start(tmp_path, before, after, seconds):
+    stat = tmp_path / "group/cpu.stat"
+    stat.parent.mkdir()
+    stat.write_text(f"nr_periods 10\nnr_throttled 2\n{before}\n")
     machine = examples.machine(quota=host.Limit(1.5, "/group/cpu.max"))
-    assert metrics.throttled_seconds(machine, tmp_path) == seconds
+    collector = metrics.ZenCollector(machine, tmp_path)
+    stat.write_text(f"nr_periods 30\nnr_throttled 7\n{after}\n")
+    samples = collected(collector)
+    assert live.total(samples, "vllm_zen_cpu_throttled_seconds_total") == seconds
+    if seconds:
+        assert live.total(samples, "vllm_zen_cpu_periods_total") == 20
+        assert live.total(samples, "vllm_zen_cpu_throttled_periods_total") == 5
+    assert live.total(samples, "vllm_zen_granted_cpus") == 1.5
+
+
+def test_a_second_engine_of_the_process_replaces_the_first():
+    import torch
+
+    metrics.publish(None, torch.bfloat16)
+    metrics.publish("some", torch.float32)
+    assert live.parse(generate_latest().decode())["vllm_zen_info"][0][0]["quantization"] == "some"
