@@ -131,6 +131,7 @@ def test_t02_two_servers_side_by_side(tmp_path, tiny, platform_environment):
         assert sum(sizes) < psutil.virtual_memory().total
 
 
+@pytest.mark.full  # tests/plugin/test_compat.py reads the host without any program
 def test_t05_the_topology_tool_is_never_asked(tmp_path, tiny, platform_environment):
     """A stand-in for lscpu that notes the call and hangs; so absent, odd and slow ones are all one."""
     tools = tmp_path / "bin"

@@ -76,6 +76,7 @@ def test_tensor_parallel(generate, generate_in, tmp_path, tmp_path_factory, plat
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_data_parallel(demo_model, platform_environment, reference, tmp_path):
     """Through the server: offline vLLM refuses data parallelism for dense models. Each engine is asked."""
