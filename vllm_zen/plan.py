@@ -30,10 +30,10 @@ DEFAULT_BATCHED_TOKENS = 2048
 MIN_CONTEXT = 256
 MIN_CACHE_BYTES = 64 * 2**20
 BLOCK = 128  # tokens of a cache block
-# A step's time beside its matrices: wake-ups, Python between the operators and the small ones, a layer of a
-# decode step; and the scheduler, sampling and the way to the client, a step. FACTS in docs/concepts/plan.md.
-LAYER_SECONDS = 0.45e-3
-STEP_SECONDS = 3e-3
+# A decode step beside what the probe measures: wake-ups, Python and the small operators of a layer; and the
+# matrices are read more slowly with those between them. Fitted to measured steps (docs/concepts/plan.md).
+LAYER_SECONDS = 0.6e-3
+READ_FACTOR = 1.15
 
 # Bytes a parameter of a linear layer or an expert takes. The head, the table and norms stay in bfloat16.
 SCHEMES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
@@ -223,12 +223,12 @@ def weight_bytes(model: Model, scheme: str) -> int:
 def estimate(model: Model, rate: Rate, ranks: int, bytes_per_value: int) -> Expected:
     """Decode tokens per second of one request with a short context: bytes over rate, and the rest."""
     read = model.read_per_token * bytes_per_value / ranks
-    weights, layers = read / rate.bytes_per_second, model.layers * LAYER_SECONDS
-    step = weights + layers + STEP_SECONDS
+    weights, layers = READ_FACTOR * read / rate.bytes_per_second, model.layers * LAYER_SECONDS
+    step = weights + layers
     return Expected(
         1 / step,
-        f"1 / ({read / 1e9:.2f} GB / {rate.bytes_per_second / 1e9:.1f} GB/s + {model.layers} layers x "
-        f"{LAYER_SECONDS * 1e3:g} ms + {STEP_SECONDS * 1e3:g} ms) = 1 / {step * 1e3:.1f} ms",
+        f"1 / ({READ_FACTOR:g} x {read / 1e9:.2f} GB / {rate.bytes_per_second / 1e9:.1f} GB/s + "
+        f"{model.layers} layers x {LAYER_SECONDS * 1e3:g} ms) = 1 / {step * 1e3:.1f} ms",
     )
 
 

@@ -1,7 +1,7 @@
 """Libraries worth preloading, where this system has them. Standard library only.
 
 vLLM asks for an allocator and for Intel's OpenMP runtime. The second is left to the user: it leaves a file in
-/dev/shm for every process that vLLM ends, and no gain was measured (docs/concepts/plan.md).
+/dev/shm for every process that vLLM ends (docs/concepts/plan.md).
 """
 
 import sys

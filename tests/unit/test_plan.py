@@ -195,11 +195,8 @@ def test_a_prepared_checkpoint_weighs_what_its_files_do():
 
 def test_the_estimate_shows_its_arithmetic():
     made = make(rate=plan.Rate(30e9, "zentorch", 2))
-    seconds = (
-        (made.weights_by_scheme["bfloat16"] - 128256 * 4096 * 2) / 30e9
-        + 32 * plan.LAYER_SECONDS
-        + plan.STEP_SECONDS
-    )
+    read = made.weights_by_scheme["bfloat16"] - 128256 * 4096 * 2
+    seconds = plan.READ_FACTOR * read / 30e9 + 32 * plan.LAYER_SECONDS
     assert made.expected.tokens_per_second == pytest.approx(1 / seconds, rel=1e-6)
     assert "30.0 GB/s" in made.expected.formula
 
