@@ -164,14 +164,18 @@ def split_cores(nodes: list[list[int]], ranks: int) -> list[list[int]]:
 
 
 def worker_cores(nodes: list[list[int]], ranks: int, quota: Limit | None) -> list[list[int]]:
-    """split_cores() less what should not compute: cores above the CPU time quota, and one a large worker.
+    """The cores on which each of `ranks` workers computes."""
+    return computing(split_cores(nodes, ranks), quota)
+
+
+def computing(lists: list[list[int]], quota: Limit | None) -> list[list[int]]:
+    """Each worker's cores that compute: not those above the CPU time quota, nor one of a large worker.
 
     As vLLM does with one worker a node, the last core of each is kept for the scheduler and the server, but
     not of a small one (see COMPUTE_ON_ALL_UP_TO).
     """
-    lists = split_cores(nodes, ranks)
     if quota is not None and quota.value < sum(len(cores) for cores in lists):
-        return [cores[: max(1, int(quota.value / ranks))] for cores in lists]
+        return [cores[: max(1, int(quota.value / len(lists)))] for cores in lists]
     return [cores[:-1] if len(cores) > COMPUTE_ON_ALL_UP_TO else cores for cores in lists]
 
 
@@ -192,12 +196,11 @@ def better_default(
         value = "|".join(host.format_cpu_list(chosen) for chosen in worker_cores(nodes, ranks, quota))
         line = f"{ranks} workers get cores of their own ({BIND}={value}). Set {BIND} to place them yourself"
         return [Correction(BIND, value, line, of_user=False)]
+    [chosen] = computing([cores], quota)
     if quota is not None and quota.value < len(cores):
-        chosen = cores[: max(1, int(quota.value))]
         threads = "1 compute thread" if len(chosen) == 1 else f"{len(chosen)} compute threads"
         why = f"{describe_quota(quota)}: {threads}"
     elif 1 < len(cores) <= COMPUTE_ON_ALL_UP_TO:
-        chosen = cores
         why = f"all {len(cores)} cores compute, where vLLM would keep one for its scheduler"
     else:
         return []
@@ -274,8 +277,8 @@ def check_under_ray(environ: MutableMapping[str, str]) -> None:
 
 
 def cores_of_nodes(machine: Host) -> list[list[int]]:
-    """One CPU id for each core, the last of its siblings as in vLLM's own binding, by NUMA node."""
-    return [sorted(max(core) for core in machine.cores_of(node)) for node in machine.nodes]
+    """One CPU id for each core, by NUMA node."""
+    return [machine.one_a_core(node) for node in machine.nodes]
 
 
 # What apply() wrote here without being asked: to a later engine in this process it is no user's choice.

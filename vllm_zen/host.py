@@ -85,6 +85,10 @@ class Host:
         cores = (tuple(cpu for cpu in core if cpu in here) for core in self.cores)
         return tuple(core for core in cores if core)
 
+    def one_a_core(self, node: Node) -> list[int]:
+        """The last CPU id of each core of a node, as in vLLM's own binding: siblings share its units."""
+        return sorted(max(core) for core in self.cores_of(node))
+
 
 def read_host(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Host:
     """Reads the machine whose /proc, /sys and /dev lie below `root`. Never raises on what stands there.
@@ -294,5 +298,5 @@ def vllm_auto_binding(machine: Host, reserved: int = 1) -> list[int]:
     """
     if not machine.nodes:
         return []
-    chosen = sorted(max(core) for core in machine.cores_of(machine.nodes[0]))
+    chosen = machine.one_a_core(machine.nodes[0])
     return chosen[: len(chosen) - reserved] if len(chosen) > reserved else chosen

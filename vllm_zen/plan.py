@@ -244,12 +244,11 @@ def _layout(model: Model, machine: Host, request: Request, reasons: list[str]) -
         lists = tuple(tuple(host.parse_cpu_list(text)) for text in request.bind.split("|"))
         reasons.append(f"threads: {binding.BIND} is set and stays as it is")
         return (Instance(lists, request.bind),)
-    nodes = [list(node.cpus) for node in machine.nodes]
+    nodes = binding.cores_of_nodes(machine)
     if request.ranks is not None or request.replicas > 1:
         ranks = (request.ranks or 1) * request.replicas
         reasons.append(f"ranks: {ranks}, as the parallel sizes ask, each on cores of its own")
-        split = binding.split_cores(binding.cores_of_nodes(machine), ranks)
-        return (_instance(machine, split, reasons),)
+        return (_instance(machine, binding.split_cores(nodes, ranks), reasons),)
     sockets = [
         [shared for node in nodes if (shared := [cpu for cpu in node if cpu in socket])]
         for socket in map(set, machine.sockets)
@@ -291,30 +290,21 @@ def _ranks_over(model: Model, nodes: list[list[int]], reasons: list[str]) -> lis
         f"ranks: 1 over {count} NUMA nodes: {model.heads} heads with {model.kv_heads} KV heads do not split "
         f"into {count}"
     )
-    return [[cpu for node in nodes for cpu in node]]
-
-
-def _one_a_core(machine: Host, cpus: list[int]) -> list[int]:
-    """The last CPU id of each core, as vLLM's own binding takes: two threads of a core share its units."""
-    members = set(cpus)
-    return sorted(max(here) for core in machine.cores if (here := members & set(core)))
+    return [sorted(cpu for node in nodes for cpu in node)]
 
 
 def _instance(machine: Host, groups: list[list[int]], reasons: list[str], index: int = 0) -> Instance:
-    """One server on these CPUs: one thread a core, within the time quota, one left where there are many."""
-    ranks = [_one_a_core(machine, group) for group in groups]
+    """One server on these cores, one CPU id each: within the time quota, one left where there are many."""
+    ranks = binding.computing(groups, machine.quota)
     if max(map(len, machine.cores), default=1) > 1:
         reasons.append("SMT: one thread a core, as its siblings share the units that compute")
-    cores, quota = len(ranks[0]), machine.quota
-    if quota is not None and quota.value < sum(map(len, ranks)):
-        threads = max(1, int(quota.value) // len(ranks))
-        ranks = [rank[:threads] for rank in ranks]
+    cores, threads, quota = len(groups[0]), len(ranks[0]), machine.quota
+    if quota is not None and quota.value < sum(map(len, groups)):
         reasons.append(f"threads: {threads} a rank, as {quota.source} grants {quota.value:g} CPUs of time")
         if quota.value < 1:
             reasons.append(f"threads: less than one CPU ({quota.value:g}) is slow whatever else is done")
-    elif cores > binding.COMPUTE_ON_ALL_UP_TO:
-        ranks = [rank[:-1] for rank in ranks]
-        reasons.append(f"threads: {cores - 1} of {cores} cores a rank; one is left for the scheduler")
+    elif threads < cores:
+        reasons.append(f"threads: {threads} of {cores} cores a rank; one is left for the scheduler")
     else:
         reasons.append(f"threads: all {cores} cores a rank; on so few the scheduler shares them")
     bind = "|".join(host.format_cpu_list(rank) for rank in ranks)

@@ -152,8 +152,9 @@ def sides(request: Request) -> dict[str, Side]:
 def _threads() -> str:
     """One CPU of each core that the platform would take for one worker."""
     environ: dict[str, str] = {}
-    binding.apply(environ, 1)
-    return environ.get(binding.BIND) or host.format_cpu_list(host.vllm_auto_binding(host.read_host()))
+    machine = host.read_host()
+    binding.apply(environ, 1, machine=machine)
+    return host.format_cpu_list(binding.compute_cpus(environ, machine)[0])
 
 
 def measure(request: Request, say: Say) -> Results:
