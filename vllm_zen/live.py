@@ -95,14 +95,14 @@ def _suspects(samples: Samples) -> Iterator[tuple[str, str]]:
     if threads and granted and threads > max(1, granted):
         yield (
             f"{threads:.0f} threads on {granted:g} CPUs wait for each other",
-            "let vllm-zen choose the threads",
+            CHOOSE,
         )
     if threads and granted and threads < granted // 2:
         yield f"{threads:.0f} threads on {granted:g} CPUs leave most idle", CHOOSE
     if preempted := total(samples, "vllm:num_preemptions_total"):
         yield (
             f"{preempted:.0f} requests were put back for want of cache",
-            "a larger KV cache, or --max-num-seqs",
+            ROOM,
         )
     if (usage := peak(samples, "vllm:kv_cache_usage_perc")) > CACHE_FULL:
         yield f"the KV cache is {usage:.0%} full", ROOM

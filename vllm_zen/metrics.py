@@ -26,12 +26,12 @@ class ZenCollector(Collector):  # type: ignore[misc]
     def __init__(self, machine: Host, root: Path = Path("/")) -> None:
         self.facts: dict[str, str] = {}
         self.threads = 0
-        self._machine, self._root = machine, root
+        self.machine, self._root = machine, root
         self._before = cpu_stat(machine, root)
 
     def collect(self) -> Iterator[Any]:
         """Called at a scrape; reads one file."""
-        machine, now = self._machine, cpu_stat(self._machine, self._root)
+        machine, now = self.machine, cpu_stat(self.machine, self._root)
         yield InfoMetricFamily("vllm_zen", "What serves: platform, CPU, kernels, backends.", self.facts)
         yield GaugeMetricFamily("vllm_zen_compute_threads", "Compute threads of all workers.", self.threads)
         granted = machine.quota.value if machine.quota else len(machine.cpus)
@@ -105,4 +105,4 @@ def publish(quantization: str | None, dtype: Any) -> None:
         return
     collector = _collector()
     collector.facts = describe(quantization, "vllm", dtype)
-    collector.threads = sum(map(len, binding.compute_cpus(os.environ, host.read_host())))
+    collector.threads = sum(map(len, binding.compute_cpus(os.environ, collector.machine)))

@@ -4,10 +4,11 @@ The numbers that only a measurement gives (the rate at which weights are read, v
 an argument, so that a plan for another machine can be made and tested here.
 """
 
+import itertools
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from vllm_zen import binding, host
 from vllm_zen.checkpoint import Model
@@ -96,6 +97,15 @@ class Memory:
         return self.weights + self.tied_head_copy + self.runtime + self.activations
 
 
+class Sizing(NamedTuple):
+    """Memory of one engine, the context it allows, and a line on each; none on a context that is not cut."""
+
+    memory: Memory
+    max_model_len: int
+    cache_reason: str
+    context_reason: str = ""
+
+
 @dataclass(frozen=True)
 class Expected:
     """The estimate for one request at a short context, with the arithmetic it came from."""
@@ -116,7 +126,7 @@ class Plan:
     expected: Expected | None
     replicas: int = 1
     preloads: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = field(default_factory=tuple)
+    reasons: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -135,12 +145,14 @@ class Plan:
             variables["LD_PRELOAD"] = ":".join(self.preloads)
         return variables
 
-    def arguments(self) -> list[str]:
-        """What to give `vllm serve` after the model."""
-        arguments = ["--max-model-len", str(self.max_model_len)]
-        arguments += ["--kv-cache-memory-bytes", str(self.kv_cache_per_rank)]
+    def arguments(self) -> dict[str, str]:
+        """What to give `vllm serve` after the model, by option."""
+        arguments = {
+            "--max-model-len": str(self.max_model_len),
+            "--kv-cache-memory-bytes": str(self.kv_cache_per_rank),
+        }
         if self.ranks > 1:
-            arguments += ["--tensor-parallel-size", str(self.ranks)]
+            arguments["--tensor-parallel-size"] = str(self.ranks)
         return arguments
 
     def commands(self, port: int = 8000) -> Iterator[str]:
@@ -157,7 +169,7 @@ class Plan:
                 "--port",
                 str(port + instance.index),
             ]
-            yield shlex.join(words + self.arguments())
+            yield shlex.join([*words, *itertools.chain(*self.arguments().items())])
 
     def to_dict(self, port: int = 8000) -> dict[str, Any]:
         """The plan for machines."""
@@ -175,13 +187,14 @@ def make(
     instances = _layout(model, machine, request, reasons)
     ranks = len(instances[0].ranks) // request.replicas
     engines = len(instances) * request.replicas
-    memory, max_model_len = _size(model, machine, request, ranks, engines, reasons)
+    sizing = size(model, machine, request, ranks, engines)
+    reasons += filter(None, (sizing.context_reason, sizing.cache_reason))
     expected = estimate(model, rate, ranks, request.bytes_per_value) if rate else None
     return Plan(
         model=str(model.path),
         instances=instances,
-        memory=memory,
-        max_model_len=max_model_len,
+        memory=sizing.memory,
+        max_model_len=sizing.max_model_len,
         weights_by_scheme={scheme: weight_bytes(model, scheme) for scheme in SCHEMES},
         expected=expected,
         replicas=request.replicas,
@@ -344,10 +357,8 @@ def _fixed_bytes(model: Model, request: Request, ranks: int) -> int:
     )
 
 
-def _size(
-    model: Model, machine: Host, request: Request, ranks: int, engines: int, reasons: list[str]
-) -> tuple[Memory, int]:
-    """Memory of one engine and the context it allows. Raises PlanError where not even a short one fits."""
+def size(model: Model, machine: Host, request: Request, ranks: int, engines: int) -> Sizing:
+    """Sizes one of `engines` engines of `ranks` ranks. Raises PlanError where no short context fits."""
     usable, why = _usable(machine, engines)
     fixed, per_token = _fixed_bytes(model, request, ranks), kv_per_token(model, request)
     wanted = min(request.max_model_len or model.max_len, model.max_len)
@@ -361,12 +372,12 @@ def _size(
             f"a KV cache of {_gib(kv)} does not fit: {_gib(room)} are left of {_gib(usable)} ({why}) beside "
             f"the weights. Ask for less, or leave it to the plan."
         )
-    max_model_len = wanted
+    max_model_len, context = wanted, ""
     if kv < wanted * per_token:
         max_model_len = kv // per_token // BLOCK * BLOCK or kv // per_token
-        reasons.append(f"context: {max_model_len} of {wanted} tokens, what the cache holds of one request")
+        context = f"context: {max_model_len} of {wanted} tokens, what the cache holds of one request"
     tokens = f", {kv // per_token} tokens of {per_token / 1024:g} KiB" if per_token else ""
-    reasons.append(f"KV cache: {_gib(kv)}, {how}{tokens}; {_gib(usable)} are usable ({why})")
+    cache = f"KV cache: {_gib(kv)}, {how}{tokens}; {_gib(usable)} are usable ({why})"
     memory = Memory(
         weights=_weights(model, request),
         tied_head_copy=_tied_copy(model, request),
@@ -376,7 +387,7 @@ def _size(
         kv_per_token=per_token,
         usable=usable,
     )
-    return memory, max_model_len
+    return Sizing(memory, max_model_len, cache, context)
 
 
 def _cache(request: Request, ranks: int, room: int, longest: int) -> tuple[int, str]:

@@ -58,9 +58,10 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             )
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER_CLASS
-        Options.from_additional_config(vllm_config.additional_config)
-        cls._bind_threads(vllm_config)
-        cls._size_kv_cache(vllm_config)
+        options = Options.from_additional_config(vllm_config.additional_config)
+        machine = host.read_host()
+        cls._bind_threads(vllm_config, machine)
+        cls._size_kv_cache(vllm_config, machine, options)
         cls._key_compile_cache(vllm_config)
         backports.apply()
         super().check_and_update_config(vllm_config)
@@ -68,7 +69,7 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             metrics.publish(model_config.quantization, model_config.dtype)
 
     @classmethod
-    def _bind_threads(cls, vllm_config: "VllmConfig") -> None:
+    def _bind_threads(cls, vllm_config: "VllmConfig", machine: host.Host) -> None:
         """Refuses wrong values of vLLM's CPU variables now, not deep in a worker, and says what is corrected.
 
         The processes vLLM starts later inherit the corrected environment, and find nothing to correct.
@@ -80,12 +81,12 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         # Without data parallelism the local rank says 0, not None.
         replica = parallel.data_parallel_rank_local if parallel.data_parallel_size > 1 else None
         for correction in binding.apply(
-            os.environ, parallel.local_world_size, parallel.data_parallel_size_local, replica
+            os.environ, parallel.local_world_size, parallel.data_parallel_size_local, replica, machine
         ):
             _log_once(logging.WARNING if correction.of_user else logging.INFO, correction.why)
 
     @classmethod
-    def _size_kv_cache(cls, vllm_config: "VllmConfig") -> None:
+    def _size_kv_cache(cls, vllm_config: "VllmConfig", machine: host.Host, options: Options) -> None:
         """Sizes the KV cache from what this process may really use, where the user left it to vLLM.
 
         vLLM takes 92 % of a node whatever else lives there, and refuses to start where less is free.
@@ -99,27 +100,21 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         if not untouched or model is None:
             return
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        ranks, engines = parallel.local_world_size, max(1, parallel.data_parallel_size_local)
+        request = plan.Request(
+            max_model_len=model.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            dtype=str(model.dtype).removeprefix("torch."),
+            pack_tied_head=options.pack_tied_head,
+        )
         try:
-            planned = plan.make(
-                checkpoint.read(model.model),
-                host.read_host(),
-                plan.Request(
-                    max_model_len=model.max_model_len,
-                    max_num_seqs=scheduler.max_num_seqs,
-                    max_num_batched_tokens=scheduler.max_num_batched_tokens,
-                    ranks=parallel.local_world_size,
-                    replicas=max(1, parallel.data_parallel_size_local),
-                    dtype=str(model.dtype).removeprefix("torch."),
-                    pack_tied_head=Options.from_additional_config(
-                        vllm_config.additional_config
-                    ).pack_tied_head,
-                ),
-            )
+            sizing = plan.size(checkpoint.read(model.model), machine, request, ranks, engines)
         except ZenError as error:
             _log_once(logging.INFO, f"the KV cache is sized by vLLM: {error}")
             return
-        cache.kv_cache_memory_bytes = planned.kv_cache_per_rank
-        _log_once(logging.INFO, next(why for why in planned.reasons if why.startswith("KV cache")))
+        cache.kv_cache_memory_bytes = sizing.memory.kv_cache // ranks
+        _log_once(logging.INFO, sizing.cache_reason)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -146,13 +146,13 @@ def _plan(
     if not binding.is_left_to_vllm(environ):
         del wanted[binding.BIND]
     launch.environment |= {name: value for name, value in wanted.items() if environ.get(name) != value}
-    sized = {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & given or environ.get(binding.KV_SPACE)
-    if not sized:
-        launch.command += ["--kv-cache-memory-bytes", str(made.kv_cache_per_rank)]
-    if known.max_model_len is None and "--max-model-len" not in given:
-        launch.command += ["--max-model-len", str(made.max_model_len)]
-    if made.ranks > 1 and request.ranks is None:
-        launch.command += ["--tensor-parallel-size", str(made.ranks)]
+    if "--gpu-memory-utilization" in given or environ.get(binding.KV_SPACE):
+        given.add("--kv-cache-memory-bytes")
+    if request.ranks is not None:  # also as -tp, or as pipeline parallel
+        given.add("--tensor-parallel-size")
+    for option, value in made.arguments().items():
+        if option not in given:
+            launch.command += [option, value]
     launch.said += made.reasons
 
 
