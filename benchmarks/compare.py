@@ -11,15 +11,16 @@ drifts does not decide it. Nothing else should run meanwhile.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from vllm_zen import cpu
+from vllm_zen.bench.statistics import compare
 
 CHILD = Path(__file__).parent / "engine_child.py"
 TIMEOUT_SECONDS = 900
@@ -104,16 +105,9 @@ def table(results: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     rows = []
     for key, (name, unit, scale) in ROWS.items():
         zen, stock = ([result[key] * scale for result in results[side]] for side in SIDES)
-        ratios = [a / b for a, b in zip(zen, stock, strict=True)]
-        rows.append(
-            {
-                "what": name,
-                "unit": unit,
-                "zen": [min(zen), statistics.median(zen), max(zen)],
-                "stock": [min(stock), statistics.median(stock), max(stock)],
-                "ratio": [min(ratios), statistics.median(ratios), max(ratios)],
-            }
-        )
+        found = compare(name, unit, False, zen, stock)
+        spreads = {"zen": found.ours, "stock": found.stock, "ratio": found.ratio}
+        rows.append({"what": name, "unit": unit} | {of: astuple(spread) for of, spread in spreads.items()})
     return rows
 
 

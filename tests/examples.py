@@ -56,8 +56,6 @@ def model(
     linear = max(0, int(billions * 1e9) - 2 * head)
     built = checkpoint.Model(
         path=Path("/models/some"),
-        architecture="LlamaForCausalLM",
-        dtype="bfloat16",
         quantization=None,
         tied=False,
         layers=layers,

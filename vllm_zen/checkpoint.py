@@ -27,7 +27,6 @@ class Tensor(NamedTuple):
     """One entry of a safetensors header."""
 
     name: str
-    dtype: str
     shape: tuple[int, ...]
     size: int  # bytes in the file
 
@@ -51,8 +50,6 @@ class Model:
     """One checkpoint."""
 
     path: Path
-    architecture: str
-    dtype: str  # as served by default: bfloat16 for float16 and float32 checkpoints
     quantization: str | None  # the method of a prepared checkpoint
     tied: bool  # the head is the embedding table
     layers: int
@@ -135,8 +132,6 @@ def _model(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Model:
     quantization = config.get("quantization_config") or {}
     return Model(
         path=folder,
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
-        dtype="bfloat16",
         quantization=quantization.get("quant_method"),
         tied=tied,
         layers=layers,
@@ -187,9 +182,7 @@ def _tensors(folder: Path) -> Iterator[Tensor]:
                 continue
             try:
                 begin, end = entry["data_offsets"]
-                yield Tensor(
-                    name, str(entry["dtype"]), tuple(map(int, entry["shape"])), int(end) - int(begin)
-                )
+                yield Tensor(name, tuple(map(int, entry["shape"])), int(end) - int(begin))
             except (KeyError, TypeError, ValueError):
                 raise ModelError(f"{file}: the header's entry {name!r} is damaged") from None
 

