@@ -57,13 +57,20 @@ def group(controller: str) -> Iterator[Group]:
     try:
         yield Group(folder)
     finally:
-        for _ in range(100):  # it is busy for a moment after its last process has gone
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-                break
-            time.sleep(0.1)
-        else:
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """A group can be busy for a moment after its last process has gone."""
+    for _ in range(100):
+        try:
             folder.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.1)
+    folder.rmdir()
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,9 +14,29 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vllm_zen.bench.server import free_port
+
 STARTUP_SECONDS = 240
 BIN = Path(sys.executable).parent
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (only listed)
+
+
+@contextlib.contextmanager
+def started(folder: Path, command: Sequence[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs in `folder`, which takes its log and vLLM's cache, and ends with the block."""
+    with (folder / "log.txt").open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), **environment},
+            cwd=folder,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            stop(process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -49,12 +68,6 @@ class Server:
         return [server, *server.children(recursive=True)]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + STARTUP_SECONDS
     while time.monotonic() < deadline:
@@ -74,20 +87,9 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
 def serving(folder: Path, command: Sequence[str], **environment: str) -> Iterator[Server]:
     """A server started by a command, to which its port is added, until it answers; its log in `folder`."""
     port, log = free_port(), folder / "log.txt"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache"), **environment},
-            cwd=folder,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
-            yield Server(f"http://127.0.0.1:{port}/v1", log, process)
-        finally:
-            stop(process)
+    with started(folder, [*command, "--port", str(port)], **environment) as process:
+        wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
+        yield Server(f"http://127.0.0.1:{port}/v1", log, process)
 
 
 def serve_demo(model: Path) -> list[str]:

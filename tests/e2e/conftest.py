@@ -3,15 +3,13 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import STARTUP_SECONDS, Server, serve_demo, serving, stop
+from servers import STARTUP_SECONDS, Server, serve_demo, serving, started
 
 from vllm_zen import demo
 from vllm_zen.bench import shapes
@@ -46,19 +44,9 @@ def run_engine(
     output, log = folder / "answer.json", folder / "log.txt"
     output.unlink(missing_ok=True)
     request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens})
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, str(GENERATE), request, str(output)],
-            env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), **environment},
-            cwd=folder,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout=STARTUP_SECONDS)
-        finally:
-            stop(process)
+    command = [sys.executable, str(GENERATE), request, str(output)]
+    with started(folder, command, **environment) as process:
+        process.wait(timeout=STARTUP_SECONDS)
     answer = json.loads(output.read_text()) if output.exists() else {}
     return Run(process.returncode, log.read_text(errors="replace"), answer)
 

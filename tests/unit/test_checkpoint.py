@@ -36,15 +36,7 @@ TENSORS = {
 def write(folder, config=CONFIG, tensors=TENSORS, name="model.safetensors"):
     """A checkpoint of headers and holes."""
     (folder / "config.json").write_text(json.dumps(config))
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for tensor, shape in tensors.items():
-        end = offset + 2 * math.prod(shape)
-        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    with (folder / name).open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        stream.truncate(8 + len(text) + offset)
+    shapes.write_empty_weights(folder / name, tensors)
     return folder
 
 

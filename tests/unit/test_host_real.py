@@ -5,11 +5,11 @@ come from the whole path, and hold.
 """
 
 import os
-import time
 from pathlib import Path
 
 import fakes
 import pytest
+from groups import remove
 
 from vllm_zen import cgroups, host
 from vllm_zen.kernel_files import KernelFiles
@@ -43,19 +43,6 @@ def own_folders():
         if not groups or groups[0].version != 1:
             pytest.skip(f"the {name} controller is not on cgroup v1 here")
         yield Path(groups[0].folder)
-
-
-def remove(folder):
-    """A group can be busy for a moment after its last process has gone."""
-    for _ in range(50):
-        try:
-            folder.rmdir()
-            return
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.1)
-    folder.rmdir()
 
 
 @pytest.fixture

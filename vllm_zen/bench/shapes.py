@@ -78,13 +78,13 @@ def build(name: str, folder: Path) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    _write_empty_weights(folder / "model.safetensors", config)
+    write_empty_weights(folder / "model.safetensors", _tensors(config))
     _write_tokenizer(folder, config["vocab_size"])
     return folder
 
 
-def _write_empty_weights(file: Path, config: dict[str, Any]) -> None:
-    """A header that says what the weights would be, for a plan, and a hole of their size: no disk is used."""
+def _tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of a decoder, by name."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -97,10 +97,16 @@ def _write_empty_weights(file: Path, config: dict[str, Any]) -> None:
         shapes |= {f"{at}.self_attn.o_proj": (hidden, q), f"{at}.mlp.down_proj": (hidden, wide)}
         shapes |= {f"{at}.mlp.{name}": (wide, hidden) for name in ("gate_proj", "up_proj")}
         shapes |= {f"{at}.{name}": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-    header, offset = {}, 0
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def write_empty_weights(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A header that says what bf16 weights would be, for a plan, and a hole of their size on the disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * 2
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     with file.open("wb") as stream:
