@@ -11,6 +11,63 @@ namespace vllm_zen {
 // A bfloat16 as it lies in memory: sign, 8 bits of exponent, 7 of mantissa.
 using bf16_t = uint16_t;
 
+// A paged KV cache of one layer: blocks of block_size tokens, each [kv_heads][2][block_size * head_size],
+// keys before values, in the layout that csrc/README.md draws.
+struct KvCache {
+  bf16_t* data;
+  int64_t block_stride;  // elements from block to block
+  int64_t blocks;
+  int64_t block_size;  // a multiple of kKvTile
+  int64_t kv_heads;
+  int64_t head_size;  // a multiple of 16, up to kMaxHeadSize
+};
+
+// Tokens in a tile of the KV cache: keys of a tile lie side by side.
+constexpr int64_t kKvTile = 32;
+constexpr int64_t kMaxHeadSize = 256;
+// Query rows (tokens times the query heads of one KV head) that a task works on. 96 rows keep scores,
+// output and a chunk of keys and values within a 1 MiB L2 at head size 256, and make 16 groups of 6, the
+// rows that fit in registers.
+constexpr int64_t kMaxRows = 96;
+
+// What all tasks of one attention call share.
+struct Attention {
+  const bf16_t* query;  // [tokens, heads, head_size], the last two contiguous
+  int64_t query_stride;
+  bf16_t* output;  // like query
+  int64_t output_stride;
+  KvCache cache;
+  const int32_t* block_table;  // [sequences, block_table_stride]
+  int64_t block_table_stride;
+  int64_t heads;
+  float scale;                // of the scores
+  float soft_cap;             // 0: none
+  int64_t window;             // tokens a query sees, itself included; 0: all
+  const float* alibi_slopes;  // [heads], or null
+  const float* sinks;         // [heads], or null
+};
+
+// Query tokens of one sequence against one span of its keys. Made once a step (ops_attention.cpp).
+struct AttentionTask {
+  int32_t sequence;
+  int32_t first_token;  // row of the query
+  int32_t tokens;       // tokens * heads / kv_heads <= kMaxRows
+  int32_t position;     // of first_token in its sequence
+  int32_t causal;       // 0: a token sees the whole sequence
+  int32_t kv_begin;     // a multiple of kKvTile
+  int32_t kv_end;
+  int32_t span;     // which of the spans of these tokens
+  int32_t spans;    // 1: the task writes the output; more: it writes partial results
+  int32_t partial;  // of the first of these spans, in the buffer of partial results
+};
+constexpr int kTaskFields = 10;
+
+// Floats of the partial results of one task and KV head: rows of [head_size], maxima, sums.
+constexpr int64_t partial_floats(int64_t rows, int64_t head_size) { return rows * (head_size + 2); }
+
+// Bytes of scratch that attend() wants, aligned to 64.
+constexpr int64_t kAttentionScratch = 256 * 1024;
+
 struct Kernels {
   // The name VLLM_ZEN_ISA takes.
   const char* isa;
@@ -23,6 +80,23 @@ struct Kernels {
   // that holds a NaN or an infinity gives q = 0 and scale = NaN: the fault stays in its own row.
   void (*quantize_rows_s8)(const bf16_t* x, int64_t x_stride, int8_t* q, float* scale, int64_t rows,
                            int64_t k);
+
+  // Writes keys and values of tokens [begin, end) and one KV head into the cache.
+  //   key, value  [tokens, kv_heads, head_size], strides between tokens, the last two contiguous
+  //   slots       [tokens]: block * block_size + place in the block, all valid; negative: not written
+  void (*write_kv)(const KvCache& cache, const bf16_t* key, int64_t key_stride, const bf16_t* value,
+                   int64_t value_stride, const int64_t* slots, int64_t begin, int64_t end, int64_t kv_head);
+
+  // Attention of one task and KV head. With one span it writes bf16 output, with more its partial results
+  // to `partial` (partial_floats). Returns false, having read nothing there, when the block table names a
+  // block that does not exist.
+  bool (*attend)(const Attention& call, const AttentionTask& task, int64_t kv_head, float* partial,
+                 void* scratch);
+
+  // Merges the partial results of all spans of a task's tokens, stride floats apart, in their order, and
+  // writes the output.
+  void (*merge_spans)(const Attention& call, const AttentionTask& task, int64_t kv_head,
+                      const float* partials, int64_t stride);
 };
 
 // The tables. One a file isa_*.cpp; only those this build can compile are defined.

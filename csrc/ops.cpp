@@ -1,4 +1,5 @@
-// The only file that knows torch: schemas, argument checks, and the split of work over threads.
+// With ops_attention.cpp the only files that know torch: schemas, argument checks, and the split of work over
+// threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,6 +1,10 @@
 """Error bounds of float kernels, derived from norms and eps: no global tolerance, no cosine."""
 
+from typing import Any
+
 import torch
+
+from vllm_zen import reference
 
 # The distance from 1 to the next value. Rounding to nearest is off by at most half of it, relatively.
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
@@ -45,4 +49,55 @@ def assert_linear_within_bound(
         f"x {tuple(x.shape)} weight {tuple(weight.shape)} {x.dtype}: element {worst} is "
         f"{got.reshape(-1)[worst]}, expected {exact.reshape(-1)[worst]}, "
         f"over the bound by {excess.reshape(-1)[worst]}"
+    )
+
+
+def attention_bound(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, probabilities: torch.Tensor
+) -> torch.Tensor:
+    """Bound on |computed - exact| of bf16 attention before its last rounding: float64 [tokens, heads, size].
+
+    query is [tokens, heads, size], keys and values [keys, kv_heads, size], probabilities the exact softmax
+    [heads, tokens, keys]. To first order, of the result's magnitude, sum of p |v|:
+    - a score is a float32 sum of `size` products, scaled (and capped, which enlarges no error): off by at
+      most s = (size + 4) * eps32 * scale * sum |q||k|, which changes a weight by s and their sum by s;
+    - scores are multiplied by log2(e) and subtracted from their maximum: 2 * eps32 of the largest |score|
+      each, again in the weight and in the sum;
+    - the power of two is good to 2^-20, and weights are rounded to bf16, half of eps, in the product only;
+    - sums over the keys, in float32: keys * eps32 for the product, and the same for the weights.
+    """
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    magnitude = scale * torch.einsum("qhd,khd->hqk", query.double().abs(), keys.abs())
+    largest = magnitude.amax(dim=-1).t()[..., None] if len(keys) else torch.zeros(1)
+    eps = EPS[torch.float32]
+    weight = (query.shape[-1] + 4 + 4) * eps * largest * 2 + 2.0**-19 + EPS[torch.bfloat16] / 2
+    weight = weight + (2 * len(keys) + 8) * eps
+    result: torch.Tensor = weight * torch.einsum("hqk,khd->qhd", probabilities, values.abs())
+    return result
+
+
+def assert_attention_within_bound(
+    got: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Fails with the worst element's place. The query's tokens are the last of the keys'."""
+    group = query.shape[1] // keys.shape[1]
+    positions = torch.arange(len(keys) - len(query), len(keys))
+    scores = reference.scores(query.double(), keys.double(), positions, scale, **options)
+    probabilities = reference.weights(scores, sinks)
+    exact = torch.einsum("hqk,khd->qhd", probabilities, values.double().repeat_interleave(group, dim=1))
+    bound = attention_bound(query, keys, values, scale, probabilities)
+    bound = bound + EPS[torch.bfloat16] / 2 * (exact.abs() + bound) + torch.finfo(torch.float32).tiny
+    excess = torch.nan_to_num((got.double() - exact).abs() - bound, nan=torch.inf)
+    assert bool((excess <= 0).all()), (
+        f"query {tuple(query.shape)} keys {len(keys)} {options}: {int((excess > 0).sum())} elements are over "
+        f"the bound, the worst by {excess.max():.3g} at {torch.unravel_index(excess.argmax(), excess.shape)}: "
+        f"{got.flatten()[excess.argmax()]}, expected {exact.flatten()[excess.argmax()]}"
     )

@@ -23,3 +23,78 @@ def quantize_rows_s8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.where(usable.unsqueeze(1), codes, torch.zeros_like(codes)).to(torch.int8)
     scale = torch.where(usable, largest / 127.0, torch.zeros_like(largest))
     return q, torch.where(finite, scale, torch.full_like(scale, float("nan")))
+
+
+KV_TILE = 32
+
+
+def cached_keys(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The keys of a paged cache [blocks, kv_heads, block_size, 2 * head_size], token by token.
+
+    A view [blocks, kv_heads, tiles, 32, head_size / 2, 2]: in memory a tile of 32 tokens holds, for each pair
+    of neighbours along the head, that pair of every token.
+    """
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    half = kv_cache.view(blocks, kv_heads, 2, block_size * width // 2)[:, :, 0]
+    return half.view(blocks, kv_heads, block_size // KV_TILE, width // 4, KV_TILE, 2).transpose(3, 4)
+
+
+def cached_values(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The values of a paged cache [blocks, kv_heads, block_size, 2 * head_size], token by token.
+
+    A view [blocks, kv_heads, block_size / 2, 2, head_size]: in memory two neighbours lie interleaved.
+    """
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    half = kv_cache.view(blocks, kv_heads, 2, block_size * width // 2)[:, :, 1]
+    return half.view(blocks, kv_heads, block_size // 2, width // 2, 2).transpose(3, 4)
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """ops.reshape_and_cache(), token by token."""
+    block_size = kv_cache.shape[2]
+    keys, values = cached_keys(kv_cache), cached_values(kv_cache)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, place = divmod(slot, block_size)
+            keys[block, :, place // KV_TILE, place % KV_TILE] = key[token].unflatten(-1, (-1, 2))
+            values[block, :, place // 2, place % 2] = value[token]
+
+
+def scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores [heads, tokens, keys] of query [tokens, heads, head_size] at positions [tokens], in its dtype.
+
+    keys are [keys, kv_heads, head_size]. -infinity where a token may not look.
+    """
+    group = query.shape[1] // keys.shape[1]
+    result = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, dim=1)) * scale
+    if soft_cap:
+        result = soft_cap * torch.tanh(result / soft_cap)
+    distance = torch.arange(len(keys)) - positions[:, None]
+    if alibi_slopes is not None:
+        result = result + alibi_slopes[:, None, None].to(result.dtype) * distance
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if causal:
+        hidden |= distance > 0
+    if window:
+        hidden |= distance <= -window
+    return result.masked_fill(hidden, -torch.inf)
+
+
+def weights(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """The softmax of scores [heads, tokens, keys]; a sink [heads] takes its share and leaves."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]

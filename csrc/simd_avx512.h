@@ -1,0 +1,56 @@
+// simd.h's lanes as zmm registers.
+#pragma once
+
+#include <immintrin.h>
+
+// On loops over registers: one that stays a loop would keep its sums in memory.
+#define VLLM_ZEN_UNROLL _Pragma("GCC unroll 8")
+
+namespace vllm_zen {
+namespace {
+
+constexpr int kLanes = 16;
+using Floats = __m512;
+// Sixteen pairs of bf16: the first of a pair in the low half.
+using Pairs = __m512i;
+
+inline Floats set(float value) { return _mm512_set1_ps(value); }
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+// a * b + c, rounded once.
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+// Where either is NaN, the second.
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats select(uint32_t lanes, Floats yes, Floats no) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(lanes), no, yes);
+}
+inline float largest(Floats a) { return _mm512_reduce_max_ps(a); }
+inline float sum(Floats a) { return _mm512_reduce_add_ps(a); }
+inline Floats lane_numbers() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+inline Floats nearest(Floats x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// p * 2^n for whole n from -127 up: 0 at -127, infinity above 127.
+inline Floats times_power_of_two(Floats p, Floats n) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(n, _mm512_set1_ps(-127.0f), _CMP_NLE_UQ);  // NaN too
+  return _mm512_maskz_scalef_ps(normal, p, n);
+}
+
+inline Pairs load_pairs(const void* from) { return _mm512_loadu_si512(from); }
+inline Pairs set_pair(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
+// c + a.first * b.first + a.second * b.second, in float32; subnormals count as 0.
+inline Floats dot(Pairs a, Pairs b, Floats c) {
+  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+// Rounds to nearest, ties to even; subnormals count as 0.
+inline void store_bf16(bf16_t* to, Floats value) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
+}
+
+}  // namespace
+}  // namespace vllm_zen
