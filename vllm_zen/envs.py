@@ -45,6 +45,13 @@ LINEAR = Variable(
     "Who runs unquantized linear layers. auto takes the first of zentorch, vLLM's own path (oneDNN) and "
     "torch that supports the layer; a name forces one.",
 )
+ATTENTION = Variable(
+    "VLLM_ZEN_ATTENTION",
+    "auto",
+    ("auto", "native", "vllm"),
+    "Who runs attention. auto takes our kernels on a CPU they are made for, for every layer they support; "
+    "native also takes the portable ones; vllm leaves all of it to vLLM.",
+)
 CACHE_DIR = Variable(
     "VLLM_ZEN_CACHE_DIR",
     "~/.cache/vllm-zen",
@@ -64,7 +71,7 @@ WEIGHT_PREPACK = Variable(
     "1 packs linear weights into zentorch's blocked layout at load and frees the originals.",
 )
 
-VARIABLES = (ISA, LINEAR, CACHE_DIR, STRICT, WEIGHT_PREPACK)
+VARIABLES = (ISA, LINEAR, ATTENTION, CACHE_DIR, STRICT, WEIGHT_PREPACK)
 
 
 def isa() -> str:
@@ -75,6 +82,11 @@ def isa() -> str:
 def linear() -> str:
     """auto, or the backend the user forces."""
     return LINEAR.read()
+
+
+def attention() -> str:
+    """auto, or who the user wants to run attention."""
+    return ATTENTION.read()
 
 
 def cache_dir() -> Path:

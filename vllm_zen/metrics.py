@@ -99,10 +99,10 @@ def _collector() -> ZenCollector:
     return collector
 
 
-def publish(quantization: str | None, dtype: Any) -> None:
+def publish(quantization: str | None, attention: str, dtype: Any) -> None:
     """Puts this configuration on /metrics; a later engine of the process replaces it."""
     if os.environ.get(MULTIPROCESS):
         return
     collector = _collector()
-    collector.facts = describe(quantization, "vllm", dtype)
+    collector.facts = describe(quantization, attention, dtype)
     collector.threads = sum(map(len, binding.compute_cpus(os.environ, collector.machine)))

@@ -4,13 +4,14 @@ import functools
 import logging
 import multiprocessing
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_zen import activation, binding, checkpoint, compat, envs, host, metrics, plan, ray_worker, zentorch
 from vllm_zen.activation import logger
+from vllm_zen.attention import choice
 from vllm_zen.errors import UnsupportedError, ZenError
 from vllm_zen.options import Options
 
@@ -66,7 +67,7 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         backports.apply()
         super().check_and_update_config(vllm_config)
         if model_config is not None and multiprocessing.parent_process() is None:
-            metrics.publish(model_config.quantization, model_config.dtype)
+            metrics.publish(model_config.quantization, choice.of_model(vllm_config), model_config.dtype)
 
     @classmethod
     def _bind_threads(cls, vllm_config: "VllmConfig", machine: host.Host) -> None:
@@ -117,6 +118,22 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         _log_once(logging.INFO, sizing.cache_reason)
 
     @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """Our backend for a layer it supports, vLLM's for the others."""
+        from vllm.config import get_current_vllm_config_or_none
+
+        native, reason = choice.choose(
+            selected_backend, attn_selector_config, get_current_vllm_config_or_none()
+        )
+        choice.record(native, reason)
+        if native:
+            return choice.BACKEND_CLASS
+        path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        return path
+
+    @classmethod
     def get_device_communicator_cls(cls) -> str:
         """vLLM's own, which takes two machines for one."""
         return COMMUNICATOR_CLASS
@@ -133,6 +150,8 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             return
         vllm_config.additional_config["vllm_zen_graph"] = {
             "linear": envs.linear(),
+            # Our backend writes the cache in its forward, vLLM's in an op of its own in the graph.
+            "attention": envs.attention(),
             "zentorch": zentorch.load().describe(),
             "prepack": envs.weight_prepack() and zentorch.prepack_agrees()[0],
             "features": sorted(activation.cpuid_features()),

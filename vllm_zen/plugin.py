@@ -60,6 +60,16 @@ def _wire_in(decision: Decision) -> None:
     _check_native()
     for line in compat.apply():
         _say(f"vllm-zen: {line}.")
+    _name_attention_backend()
+
+
+def _name_attention_backend() -> None:
+    """Layers look their backend up by its name; CUSTOM is the one vLLM keeps for plugins."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from vllm_zen.attention import choice
+
+    register_backend(AttentionBackendEnum.CUSTOM, choice.BACKEND_CLASS)
 
 
 def _check_zentorch() -> None:

@@ -58,7 +58,7 @@ def reshape_and_cache(
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             block, place = divmod(slot, block_size)
-            keys[block, :, place // KV_TILE, place % KV_TILE] = key[token].unflatten(-1, (-1, 2))
+            keys[block, :, place // KV_TILE, place % KV_TILE] = key[token].view(key.shape[1], -1, 2)
             values[block, :, place // 2, place % 2] = value[token]
 
 

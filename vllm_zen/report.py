@@ -3,6 +3,7 @@
 import torch
 
 from vllm_zen import __version__, activation, host, ops, zentorch
+from vllm_zen.attention import choice
 from vllm_zen.linear import dispatch
 
 
@@ -14,7 +15,7 @@ def startup_line() -> str:
         f"isa {ops.isa()}" if native.ok else f"no native kernels ({native.reason})",
         zentorch.load().describe(),
         f"linear {dispatch.summary()}",
-        "attention vllm",  # the only one there is so far
+        f"attention {choice.summary()}",
         f"{torch.get_num_threads()} threads on {host.format_cpu_list(host.bound_cpus())}",
     ]
     return " | ".join(parts)

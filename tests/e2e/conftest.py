@@ -38,12 +38,17 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_engine(
-    folder: Path, engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str
+    folder: Path,
+    engine: dict[str, Any],
+    prompts: list[str],
+    max_tokens: int = 8,
+    passes: int = 1,
+    **environment: str,
 ) -> Run:
     """Runs generate.py in `folder`, which takes its log, its answer and vLLM's cache."""
     output, log = folder / "answer.json", folder / "log.txt"
     output.unlink(missing_ok=True)
-    request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens})
+    request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "passes": passes})
     command = [sys.executable, str(GENERATE), request, str(output)]
     with started(folder, command, **environment) as process:
         process.wait(timeout=STARTUP_SECONDS)

@@ -168,6 +168,6 @@ def test_throttling_counts_from_the_servers_start(tmp_path, before, after, secon
 def test_a_second_engine_of_the_process_replaces_the_first():
     import torch
 
-    metrics.publish(None, torch.bfloat16)
-    metrics.publish("some", torch.float32)
+    metrics.publish(None, "native", torch.bfloat16)
+    metrics.publish("some", "vllm", torch.float32)
     assert live.parse(generate_latest().decode())["vllm_zen_info"][0][0]["quantization"] == "some"

@@ -1,6 +1,8 @@
 """`vllm-zen bench`."""
 
 import argparse
+import json
+import os
 import shlex
 import sys
 import tempfile
@@ -32,6 +34,18 @@ def add_commands(commands: Any) -> None:
     serve.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for our side only")
     serve.add_argument("--json", action="store_true", help="print results.json instead of the table")
     serve.set_defaults(run=_bench_serve)
+    kernels = families.add_parser(
+        "kernels",
+        help="kernels: rates, beside the limit of the machine",
+        description="Runs each piece of work with our kernels and with stock vLLM's in turn, checks that the "
+        "outputs agree, and holds both against the read bandwidth or GEMM peak measured between them.",
+    )
+    kernels.add_argument("--family", dest="kernel_family", choices=("attention",), required=True)
+    kernels.add_argument("--only", default="", metavar="TEXT", help="points whose name contains it")
+    kernels.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each side, default 5")
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    kernels.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of both against the limit")
+    kernels.set_defaults(run=_bench_kernels)
 
 
 def _bench_serve(arguments: argparse.Namespace) -> int:
@@ -66,4 +80,37 @@ def _bench_serve(arguments: argparse.Namespace) -> int:
         files = report.write(results, ["vllm-zen", *map(shlex.quote, sys.argv[1:])])
     print(files[1 if arguments.json else 0].read_text())
     print("written: " + " ".join(map(str, files)), file=sys.stderr)
+    return 0
+
+
+def _bench_kernels(arguments: argparse.Namespace) -> int:
+    # One thread a CPU that does not wander, as vLLM's worker has it. Before torch starts its threads.
+    cpus = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(cpus)))
+    os.environ.setdefault("GOMP_CPU_AFFINITY", " ".join(map(str, cpus)))
+    from vllm_zen import host, ops
+    from vllm_zen.bench import attention, kernels
+    from vllm_zen.bench.serve import describe_machine
+    from vllm_zen.errors import BenchmarkError
+
+    native = ops.load()
+    if not native.ok:
+        raise BenchmarkError(f"no native kernels: {native.reason}. {native.remedy}.")
+    points = [point for point in attention.grid() if arguments.only in point.name]
+    if not points:
+        names = "; ".join(point.name for point in attention.grid())
+        raise BenchmarkError(f"--only {arguments.only!r} leaves no point. There are: {names}")
+    machine_host, machine = host.read_host(), describe_machine()
+    l3_bytes = (machine_host.l3_bytes or 0) * len(machine_host.l3_groups)
+    rows, left_out = kernels.measure(
+        points, l3_bytes, arguments.pairs, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    machine |= {"isa": ops.isa(), "threads": str(len(cpus))}
+    argv = ["vllm-zen", *map(shlex.quote, sys.argv[1:])]
+    if arguments.json:
+        results = {"command": argv, "machine": machine, "left_out": left_out}
+        arguments.json.write_text(json.dumps({**results, "rows": [row.to_dict() for row in rows]}, indent=2))
+    if arguments.plot:
+        kernels.plot(rows, arguments.plot)
+    print(kernels.markdown(rows, left_out, machine, argv))
     return 0

@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache: who runs which layer, and our backend for it."""
