@@ -18,7 +18,9 @@ struct Candidate {
 
 bool any_cpu() { return true; }
 
-#if defined(__x86_64__)
+#if defined(VLLM_ZEN_EMULATE)
+bool has_zen4() { return true; }
+#elif defined(__x86_64__)
 // __builtin_cpu_supports also asks the operating system (XGETBV), so a kernel that does not save the
 // 512-bit registers counts as a CPU without them.
 bool has_zen4() {

@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(VLLM_ZEN_EMULATE)
 #include "simd_avx512.h"
 #else
 #include "simd_portable.h"

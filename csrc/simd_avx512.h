@@ -1,7 +1,11 @@
 // simd.h's lanes as zmm registers.
 #pragma once
 
+#if defined(VLLM_ZEN_EMULATE)
+#include "simd_emulated.h"
+#else
 #include <immintrin.h>
+#endif
 
 // On loops over registers: one that stays a loop would keep its sums in memory.
 #define VLLM_ZEN_UNROLL _Pragma("GCC unroll 8")

@@ -20,7 +20,7 @@ GENERATE = Path(__file__).parent / "generate.py"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One finished engine process: its exit code, its log, and what generate.py wrote, if it got there."""
+    """One finished engine process: 0 or 1 for whether it answered, its log, and what it answered."""
 
     returncode: int
     log: str
@@ -37,29 +37,36 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo.prepare(tmp_path_factory.mktemp("cache"))
 
 
-def run_engine(
-    folder: Path,
-    engine: dict[str, Any],
-    prompts: list[str],
-    max_tokens: int = 8,
-    passes: int = 1,
-    **environment: str,
-) -> Run:
-    """Runs generate.py in `folder`, which takes its log, its answer and vLLM's cache."""
-    output, log = folder / "answer.json", folder / "log.txt"
+def run_engines(folder: Path, requests: list[dict[str, Any]], **environment: str) -> tuple[list[Any], str]:
+    """Runs generate.py in `folder`, which takes its log, its answers and vLLM's cache: answers and log."""
+    output, log = folder / "answers.json", folder / "log.txt"
     output.unlink(missing_ok=True)
-    request = json.dumps({"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "passes": passes})
-    command = [sys.executable, str(GENERATE), request, str(output)]
+    command = [sys.executable, str(GENERATE), json.dumps(requests), str(output)]
     with started(folder, command, **environment) as process:
         process.wait(timeout=STARTUP_SECONDS)
-    answer = json.loads(output.read_text()) if output.exists() else {}
-    return Run(process.returncode, log.read_text(errors="replace"), answer)
+    answers = json.loads(output.read_text()) if output.exists() else []
+    return answers, log.read_text(errors="replace")
+
+
+def run_engine(
+    folder: Path, engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str
+) -> Run:
+    """One engine of run_engines()."""
+    request = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "passes": 1}
+    answers, log = run_engines(folder, [request], **environment)
+    return Run(0 if answers else 1, log, answers[0] if answers else {})
 
 
 @pytest.fixture
 def generate(tmp_path: Path) -> Callable[..., Run]:
     """generate(engine, prompts, max_tokens, **environment): run_engine() in the test's own folder."""
     return functools.partial(run_engine, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def generate_all() -> Callable[..., tuple[list[Any], str]]:
+    """run_engines(), for several engines one after the other in one process."""
+    return run_engines
 
 
 @pytest.fixture(scope="session")

@@ -1,35 +1,31 @@
-"""Runs vLLM offline in a process of its own: JSON with engine arguments and prompts in, JSON out.
+"""Runs vLLM offline in a process of its own: a JSON list of requests in, a JSON list of answers out.
 
-python generate.py '{"engine": {...}, "prompts": [...], "max_tokens": 8}' OUTPUT.json
+python generate.py '[{"engine": {...}, "prompts": [...], "max_tokens": 8, "passes": 1}]' OUTPUT.json
+
+Each request gets an engine, one after the other.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def main() -> None:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    request = json.loads(sys.argv[1])
     llm = LLM(**{"kv_cache_memory_bytes": 2**28, "max_model_len": 512, "seed": 0, **request["engine"]})
     sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=2)
-    passes = [
-        llm.generate(request["prompts"], sampling, use_tqdm=False) for _ in range(request.get("passes", 1))
-    ]
+    passes = [llm.generate(request["prompts"], sampling, use_tqdm=False) for _ in range(request["passes"])]
     completions = [output.outputs[0] for output in passes[-1]]
-    answer = {
+    preemptions = None
+    if request["engine"].get("disable_log_stats") is False:
+        preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    result = {
         "platform": f"{type(current_platform).__module__}.{type(current_platform).__qualname__}",
         "dtype": str(llm.llm_engine.model_config.dtype),
         "tokens": [list(completion.token_ids) for completion in completions],
-        "passes": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in passes],
-        "cached": [[output.num_cached_tokens for output in outputs] for outputs in passes],
-        "preemptions": sum(
-            metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
-        )
-        if request["engine"].get("disable_log_stats") is False
-        else None,
         # The two best log-probabilities of each step: a tie shows as equal ones.
         "logprobs": [
             [
@@ -38,8 +34,17 @@ def main() -> None:
             ]
             for completion in completions
         ],
+        "passes": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in passes],
+        "cached": [[output.num_cached_tokens for output in outputs] for outputs in passes],
+        "preemptions": preemptions,
     }
-    Path(sys.argv[2]).write_text(json.dumps(answer))
+    llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def main() -> None:
+    answers = [answer(request) for request in json.loads(sys.argv[1])]
+    Path(sys.argv[2]).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -29,31 +29,46 @@ REPEATED = [" ".join(["to the a of in"] * 12), prompt(40, 3)]
 PROMPTS = [*EDGES, *SHARED, *GROWING, *REPEATED]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_llama(tmp_path_factory.mktemp("model"))
+# Each prompt in one piece, with its own blocks; in chunks of 512 and again from the cache (case T07); with a
+# cache too small for all that has started; with drafts, which are checked as short queries.
+RUNS = {
+    "plain": (PROMPTS, {"max_num_batched_tokens": 2048}),
+    "reuse": ([*EDGES, *SHARED], {"max_num_batched_tokens": 512, "enable_prefix_caching": True}),
+    "preemption": (
+        GROWING,
+        {"block_size": 32, "num_gpu_blocks_override": 18, "max_model_len": 256, "disable_log_stats": False},
+    ),
+    "speculation": (
+        REPEATED,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def run(generate_in, tmp_path_factory, model, platform_environment):
-    def run(prompts, passes=1, **engine):
-        settings = {"model": str(model), "enforce_eager": True, "max_model_len": 2048, **engine}
-        environment = {**platform_environment, "VLLM_ZEN_ATTENTION": "native"}
-        result = generate_in(
-            tmp_path_factory.mktemp("run"), settings, prompts, TOKENS, passes=passes, **environment
-        )
-        assert result.returncode == 0, result.log[-3000:]
-        assert "attention native" in result.log
-        return result.answer
-
-    return run
+def answers(generate_all, tmp_path_factory, platform_environment):
+    """What each of the runs answered. All in one process, engine and worker included: one import of vLLM."""
+    model = build_llama(tmp_path_factory.mktemp("model"))
+    base = {"model": str(model), "enforce_eager": True, "max_model_len": 2048, "enable_prefix_caching": False}
+    requests = [
+        {"engine": {**base, **engine}, "prompts": prompts, "max_tokens": TOKENS, "passes": 2}
+        for prompts, engine in RUNS.values()
+    ]
+    environment = {
+        **platform_environment,
+        "VLLM_ZEN_ATTENTION": "native",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    found, log = generate_all(tmp_path_factory.mktemp("run"), requests, **environment)
+    assert len(found) == len(RUNS), log[-3000:]
+    assert log.count("| attention native |") == len(RUNS)
+    return dict(zip(RUNS, found, strict=True))
 
 
 @pytest.fixture(scope="module")
-def plain(run):
-    """Each prompt in one piece, with its own blocks."""
-    answer = run(PROMPTS, enable_prefix_caching=False, max_num_batched_tokens=2048)
-    return dict(zip(PROMPTS, zip(answer["tokens"], answer["logprobs"], strict=True), strict=True))
+def plain(answers):
+    run = answers["plain"]
+    return dict(zip(PROMPTS, zip(run["tokens"], run["logprobs"], strict=True), strict=True))
 
 
 def assert_as_plain(plain, prompts, tokens):
@@ -61,37 +76,22 @@ def assert_as_plain(plain, prompts, tokens):
     assert_equal_up_to_ties(prompts, tokens, [t for t, _ in expected], [best for _, best in expected], TIE)
 
 
-def test_chunks_and_prefix_reuse(run, plain):
-    """Case T07: chunks of 512 and every prompt twice; the second time from the cache."""
-    prompts = [*EDGES, *SHARED]
-    answer = run(prompts, passes=2, enable_prefix_caching=True, max_num_batched_tokens=512)
-    first, second = answer["passes"]
-    assert_as_plain(plain, prompts, first)
-    assert_as_plain(plain, prompts, second)
+def test_chunks_and_prefix_reuse(answers, plain):
+    run = answers["reuse"]
+    prompts, _ = RUNS["reuse"]
+    for tokens in run["passes"]:
+        assert_as_plain(plain, prompts, tokens)
     # A reused prompt is cached up to its last full block of 128, but for the block of its last token.
-    for length, cached in zip(LENGTHS, answer["cached"][1], strict=False):
-        assert cached == (length - 1) // 128 * 128, length
-    assert all(cached >= 512 for cached in answer["cached"][1][len(EDGES) :])
+    cached = run["cached"][1]
+    assert cached[: len(LENGTHS)] == [(length - 1) // 128 * 128 for length in LENGTHS]
+    assert min(cached[len(LENGTHS) :]) >= 512
 
 
-def test_preemption(run, plain):
-    """A cache too small for all that has started: sequences are thrown out, and computed again."""
-    answer = run(
-        GROWING,
-        enable_prefix_caching=False,
-        block_size=32,
-        num_gpu_blocks_override=18,
-        max_model_len=256,
-        disable_log_stats=False,
-    )
-    assert answer["preemptions"] > 0
-    assert_as_plain(plain, GROWING, answer["tokens"])
+def test_preemption(answers, plain):
+    assert answers["preemption"]["preemptions"] > 0
+    for tokens in answers["preemption"]["passes"]:
+        assert_as_plain(plain, GROWING, tokens)
 
 
-def test_speculative_decoding_gives_the_same_tokens(run, plain):
-    """Drafts are checked as short queries."""
-    answer = run(
-        REPEATED,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
-    )
-    assert_as_plain(plain, REPEATED, answer["tokens"])
+def test_speculative_decoding_gives_the_same_tokens(answers, plain):
+    assert_as_plain(plain, REPEATED, answers["speculation"]["tokens"])

@@ -10,6 +10,7 @@ from vllm_zen.errors import EnvironmentVariableError, ZenError
 DEFAULTS = {
     "VLLM_ZEN_ISA": "auto",
     "VLLM_ZEN_LINEAR": "auto",
+    "VLLM_ZEN_ATTENTION": "auto",
     "VLLM_ZEN_CACHE_DIR": "~/.cache/vllm-zen",
     "VLLM_ZEN_STRICT": "0",
     "VLLM_ZENTORCH_WEIGHT_PREPACK": "1",
@@ -17,6 +18,7 @@ DEFAULTS = {
 ALLOWED = {
     "VLLM_ZEN_ISA": ("auto", "ref", "zen4"),
     "VLLM_ZEN_LINEAR": ("auto", "zentorch", "vllm", "torch"),
+    "VLLM_ZEN_ATTENTION": ("auto", "native", "vllm"),
     "VLLM_ZEN_CACHE_DIR": (),
     "VLLM_ZEN_STRICT": ("0", "1"),
     "VLLM_ZENTORCH_WEIGHT_PREPACK": ("0", "1"),

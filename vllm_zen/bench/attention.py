@@ -84,7 +84,8 @@ class _Paged:
         rows = (point.batch * point.tokens, point.heads, point.head_size)
         self.query = torch.randn(rows, generator=generator).bfloat16()
         self.output = torch.empty_like(self.query)
-        self.caches = [torch.empty(shape, dtype=torch.bfloat16) for _ in range(copies)]
+        # Zeros, because stock lets what is left in unused slots reach the output.
+        self.caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(copies)]
         self._fill(generator)
         for cache in self.caches[1:]:
             cache.copy_(self.caches[0])
