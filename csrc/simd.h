@@ -23,6 +23,9 @@ inline uint32_t lanes_between(int64_t first, int64_t lo, int64_t hi) {
   return to <= from ? 0u : ((1u << to) - 1u) & ~((1u << from) - 1u);
 }
 
+// Into L2: the kernels ask for tens of kilobytes ahead.
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 // 2^x. A result below the smallest normal float is 0, NaN stays NaN, -infinity gives 0.
 //
 // x = n + r with n the nearest integer, so |r| <= 1/2, and 2^r by the degree-6 Taylor polynomial: the first
