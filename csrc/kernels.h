@@ -62,6 +62,12 @@ struct AttentionTask {
 };
 constexpr int kTaskFields = 10;
 
+// What a thread does at a time.
+struct AttentionWork {
+  const AttentionTask* task;  // null: nothing
+  int64_t kv_head;
+};
+
 // Floats of the partial results of one task and KV head: rows of [head_size], maxima, sums.
 constexpr int64_t partial_floats(int64_t rows, int64_t head_size) { return rows * (head_size + 2); }
 
@@ -89,9 +95,10 @@ struct Kernels {
 
   // Attention of one task and KV head. With one span it writes bf16 output, with more its partial results
   // to `partial` (partial_floats). Returns false, having read nothing there, when the block table names a
-  // block that does not exist.
-  bool (*attend)(const Attention& call, const AttentionTask& task, int64_t kv_head, float* partial,
-                 void* scratch);
+  // block that does not exist. `following` is what this thread probably does next: its first keys are
+  // fetched while this work ends, and nothing else depends on it.
+  bool (*attend)(const Attention& call, const AttentionWork& work, const AttentionWork& following,
+                 float* partial, void* scratch);
 
   // Merges the partial results of all spans of a task's tokens, stride floats apart, in their order, and
   // writes the output.

@@ -19,6 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using vllm_zen::Attention;
 using vllm_zen::AttentionTask;
+using vllm_zen::AttentionWork;
 using vllm_zen::KvCache;
 
 static_assert(sizeof(AttentionTask) == vllm_zen::kTaskFields * sizeof(int32_t));
@@ -247,6 +248,7 @@ class Run {
 
   // Returns a sequence whose block table names a block that does not exist, or -1.
   int64_t run(int64_t threads) {
+    threads_ = threads;
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t worker = begin; worker < end; ++worker) {
         work();
@@ -261,10 +263,12 @@ class Run {
     for (int64_t i = next_++; i < count_ * kv_heads_; i = next_++) {
       const AttentionTask& task = tasks_[i / kv_heads_];
       const int64_t head = i % kv_heads_;
+      // Every other thread takes one meanwhile, where all are as long.
+      const int64_t following = next_.load() + threads_ - 1;
       // The spans of a task and head lie stride_ * kv_heads_ apart.
       float* partials = partials_.get() + (task.partial * kv_heads_ + head) * stride_;
       float* mine = task.spans > 1 ? partials + task.span * kv_heads_ * stride_ : nullptr;
-      if (!kernels.attend(call_, task, head, mine, scratch())) {
+      if (!kernels.attend(call_, work_at(i), work_at(following), mine, scratch())) {
         bad_sequence_ = task.sequence;
         next_ = count_ * kv_heads_;
         return;
@@ -276,11 +280,17 @@ class Run {
     }
   }
 
+  AttentionWork work_at(int64_t index) const {
+    const bool exists = index < count_ * kv_heads_;
+    return {exists ? tasks_ + index / kv_heads_ : nullptr, index % kv_heads_};
+  }
+
   const Attention& call_;
   const AttentionTask* tasks_;
   const int64_t count_;
   const int64_t kv_heads_;
   int64_t stride_ = 0;
+  int64_t threads_ = 1;
   std::unique_ptr<float[]> partials_;
   std::vector<std::atomic<int32_t>> done_;
   std::atomic<int64_t> next_{0};

@@ -16,6 +16,7 @@ from vllm_zen.bench import shapes
 from vllm_zen.errors import DemoModelError
 
 GENERATE = Path(__file__).parent / "generate.py"
+ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,12 @@ def run_engines(folder: Path, requests: list[dict[str, Any]], **environment: str
 def run_engine(
     folder: Path, engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str
 ) -> Run:
-    """One engine of run_engines()."""
+    """One engine of run_engines(), worker included in its process unless the environment says otherwise.
+
+    That starts in half the time: vLLM is imported once and not three times.
+    """
     request = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "passes": 1}
-    answers, log = run_engines(folder, [request], **environment)
+    answers, log = run_engines(folder, [request], **{ONE_PROCESS: "0", **environment})
     return Run(0 if answers else 1, log, answers[0] if answers else {})
 
 

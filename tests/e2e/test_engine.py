@@ -29,15 +29,19 @@ TIE = 2**-3
 
 @pytest.mark.timeout(900)  # two engines and, if it is the first to ask, the demo model's conversion
 def test_greedy_tokens_equal_stock(generate, demo_model, platform_environment):
-    """8 prompts of 32 tokens, eager. They may differ only where stock's two best tokens tie in bf16."""
+    """8 prompts of 64 tokens, eager, on native attention.
+
+    They may differ only where stock's two best tokens tie in bf16.
+    """
     engine = {"model": str(demo_model), "enforce_eager": True}
-    ours = generate(engine, PROMPTS, 32, **platform_environment)
-    stock = generate(engine, PROMPTS, 32, **STOCK)
+    ours = generate(engine, PROMPTS, 64, **platform_environment, VLLM_ZEN_ATTENTION="native")
+    stock = generate(engine, PROMPTS, 64, **STOCK)
     assert ours.returncode == 0, ours.log[-3000:]
     assert stock.returncode == 0, stock.log[-3000:]
     assert ours.answer["platform"] == "vllm_zen.platform.ZenCpuPlatform"
     assert stock.answer["platform"].startswith("vllm.platforms.")
-    assert all(len(tokens) == 32 for tokens in ours.answer["tokens"])
+    assert "| attention native |" in ours.log
+    assert all(len(tokens) == 64 for tokens in ours.answer["tokens"])
     assert_equal_up_to_ties(
         PROMPTS, ours.answer["tokens"], stock.answer["tokens"], stock.answer["logprobs"], TIE
     )

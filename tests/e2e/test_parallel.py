@@ -20,6 +20,9 @@ PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibona
 TOKENS = 12
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
 
+# As a server starts them: the engine in a process of its own, beside the workers.
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
 # Logits of the demo model are below 32, where bf16 values are 2^-3 apart at most.
 TIE = 2**-3
 
@@ -49,7 +52,7 @@ def reference(generate_in, demo_model, platform_environment, tmp_path_factory):
 @pytest.mark.timeout(900)  # two engines and, if it is the first to ask, the demo model's conversion
 def test_pipeline_parallel(generate, demo_model, platform_environment, reference):
     engine = {"model": str(demo_model), "pipeline_parallel_size": 2, **SMALL}
-    run = generate(engine, PROMPTS, TOKENS, **platform_environment)
+    run = generate(engine, PROMPTS, TOKENS, **platform_environment, **PROCESSES)
     assert run.returncode == 0, run.log[-3000:]
     assert run.answer["platform"] == "vllm_zen.platform.ZenCpuPlatform"
     assert_two_workers_on_cores_of_their_own(run.log)
@@ -67,7 +70,8 @@ def test_tensor_parallel(generate, generate_in, tmp_path, tmp_path_factory, plat
     engine = {"model": model, "dtype": "float32", **SMALL}
     single = generate_in(tmp_path_factory.mktemp("single"), engine, prompts, TOKENS, **platform_environment)
     assert single.returncode == 0, single.log[-3000:]
-    run = generate({**engine, "tensor_parallel_size": 2}, prompts, TOKENS, **platform_environment)
+    two = {**engine, "tensor_parallel_size": 2}
+    run = generate(two, prompts, TOKENS, **platform_environment, **PROCESSES)
     assert run.returncode == 0, run.log[-3000:]
     assert run.answer["platform"] == "vllm_zen.platform.ZenCpuPlatform"
     assert_two_workers_on_cores_of_their_own(run.log)

@@ -54,10 +54,11 @@ def test_a_prompt_above_the_limit_is_400(client):
         client.completions.create(model="smollm2", prompt="one " * 1100, max_tokens=1)
 
 
-def test_the_log_says_what_is_active(server):
+def test_the_log_says_what_is_active(server, platform_environment):
     """One start-up line, from the worker, with every part named."""
+    attention = "| attention vllm" if platform_environment else "| attention native |"
     lines = [line for line in server.log.read_text().splitlines() if "vllm-zen 0" in line]
     assert len(lines) == 1
     zentorch_part = f"| {zentorch.load().describe()} |"
-    for part in ("| isa ", zentorch_part, "| linear ", "| attention vllm", " threads on "):
+    for part in ("| isa ", zentorch_part, "| linear ", attention, " threads on "):
         assert part in lines[0], lines[0]

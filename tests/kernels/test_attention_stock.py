@@ -64,7 +64,7 @@ def test_options_mean_the_same(isa, shape, options):
     tasks = ops.plan_attention(
         ours.query_start_loc, ours.seq_lens, point.heads, point.kv_heads, window=window
     )
-    arguments = (ours.query, ours.caches[0], ours.block_table, ours.seq_lens, tasks, ours.output, ours.scale)
+    arguments = (ours.query, ours.data[0], ours.block_table, ours.seq_lens, tasks, ours.output, ours.scale)
     ops.paged_attention(*arguments, **options)
     stock._ops.cpu_attention_with_kv_cache(
         query=stock.query,

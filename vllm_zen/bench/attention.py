@@ -56,7 +56,7 @@ class Attention(Point):
         return self.batch * pairs * self.heads * self.head_size * 4
 
     def sides(self, copies: int) -> tuple[Side, Side]:
-        """Ours and stock's, over `copies` caches with the same keys and values."""
+        """Ours and stock's, over as many caches with the same keys and values."""
         return _Ours(self, copies), _Stock(self, copies)
 
 
@@ -85,10 +85,9 @@ class _Paged:
         self.query = torch.randn(rows, generator=generator).bfloat16()
         self.output = torch.empty_like(self.query)
         # Zeros, because stock lets what is left in unused slots reach the output.
-        self.caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(copies)]
+        self.data = torch.zeros((copies, *shape), dtype=torch.bfloat16)
         self._fill(generator)
-        for cache in self.caches[1:]:
-            cache.copy_(self.caches[0])
+        self.data[1:] = self.data[0]
 
     def _fill(self, generator: torch.Generator) -> None:
         point = self.point
@@ -110,7 +109,7 @@ class _Paged:
 
 class _Ours(_Paged):
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        ops.reshape_and_cache(key, value, self.caches[0], slots)
+        ops.reshape_and_cache(key, value, self.data[0], slots)
 
     @cached_property
     def _tasks(self) -> torch.Tensor:
@@ -119,7 +118,7 @@ class _Ours(_Paged):
     def run(self, copy: int) -> torch.Tensor:
         ops.paged_attention(
             self.query,
-            self.caches[copy],
+            self.data[copy],
             self.block_table,
             self.seq_lens,
             self._tasks,
@@ -145,7 +144,7 @@ class _Stock(_Paged):
         return str(_get_attn_isa(torch.bfloat16, BLOCK_SIZE, self.point.head_size))
 
     def _split(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cache = self.caches[copy]
+        cache = self.data[copy]
         keys, values = cache.view(*cache.shape[:2], 2 * BLOCK_SIZE, -1).chunk(2, dim=2)
         return keys, values
 

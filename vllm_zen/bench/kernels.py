@@ -19,13 +19,16 @@ from vllm_zen.errors import BenchmarkError
 RUN_SECONDS = 0.02
 # Working sets rotate through this many times the L3, so that every read is from memory.
 CACHE_MULTIPLE = 4
-READ_BYTES = 2**29
 GEMM_SIZE = 1024
 UNITS = {"bandwidth": "GB/s", "compute": "GFLOPS"}
 
 
 class Side(Protocol):
     """One implementation of a point's work, prepared, over several copies of its data."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """What the runs read from memory, copy after copy."""
 
     def run(self, copy: int) -> torch.Tensor:
         """Does the work once; returns the output."""
@@ -116,7 +119,7 @@ def measure_point(point: Point, copies: int, pairs: int) -> Row:
     """Runs ours, stock's and the limit in turn, `pairs` times. Raises BenchmarkError for unequal outputs."""
     ours, stock = point.sides(copies)
     difference = _difference(point, ours.run(0), stock.run(0))
-    limit = _Reading() if point.limit == "bandwidth" else _Multiplying()
+    limit = _Reading(ours) if point.limit == "bandwidth" else _Multiplying()
     rates: dict[str, list[float]] = {"zen": [], "stock": [], "limit": []}
     calls = {side: _calls(of, copies) for side, of in (("zen", ours), ("stock", stock))}
     for _ in range(pairs):
@@ -153,15 +156,19 @@ def _seconds(side: Side, copies: int, calls: int) -> float:
 
 
 class _Reading:
-    """Bytes a second that all threads read from memory."""
+    """Bytes a second that all threads read of a side's own data.
 
-    def __init__(self) -> None:
-        self._data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    Of that and no other memory: a virtual machine's may be on several nodes, and one part of it twice as
+    fast as the next.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self._words = side.data.view(-1).view(torch.int64)
 
     def rate(self) -> float:
         began = time.perf_counter()
-        self._data.sum()
-        return READ_BYTES / (time.perf_counter() - began)
+        self._words.sum()
+        return self._words.nbytes / (time.perf_counter() - began)
 
 
 class _Multiplying:

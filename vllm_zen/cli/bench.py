@@ -105,7 +105,8 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
     rows, left_out = kernels.measure(
         points, l3_bytes, arguments.pairs, lambda line: print(line, file=sys.stderr, flush=True)
     )
-    machine |= {"isa": ops.isa(), "threads": str(len(cpus))}
+    # OpenMP has bound this thread to one CPU by now, which is all that a question to the system would give.
+    machine |= {"cpus": host.format_cpu_list(cpus), "isa": ops.isa(), "threads": str(len(cpus))}
     argv = ["vllm-zen", *map(shlex.quote, sys.argv[1:])]
     if arguments.json:
         results = {"command": argv, "machine": machine, "left_out": left_out}
