@@ -55,6 +55,10 @@ inline Floats dot(Pairs a, Pairs b, Floats c) {
 inline void store_bf16(bf16_t* to, Floats value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
 }
+inline Floats load_bf16(const bf16_t* from) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 
 }  // namespace
 }  // namespace vllm_zen

@@ -128,6 +128,13 @@ inline void store_bf16(bf16_t* to, const Floats& value) {
     to[i] = static_cast<bf16_t>(nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
   }
 }
+inline Floats load_bf16(const bf16_t* from) {
+  Floats result;
+  for (int i = 0; i < kLanes; ++i) {
+    result.lane[i] = as_float(static_cast<uint32_t>(from[i]) << 16);
+  }
+  return result;
+}
 
 }  // namespace
 }  // namespace vllm_zen

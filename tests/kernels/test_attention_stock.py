@@ -15,13 +15,16 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["values around 0", "values around 1"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_no_further_from_exact_than_stock(isa, shape, mean):
-    """By at most 10 %, in the norm, for weights that are not all alike.
+@pytest.mark.parametrize(
+    ("shape", "spread"),
+    [("decode", 1), ("decode", 4), ("long decode", 1), ("long decode", 4), ("prefill", 4), ("chunk", 4)],
+)
+def test_no_further_from_exact_than_stock(isa, shape, spread, mean):
+    """By at most 10 %, in the norm. `spread` is the scores' standard deviation.
 
-    We round weights to bf16, as the instruction wants them. Where all weights are nearly alike and values
-    cancel, that is as large as the rounding of the output itself; such rows hold next to nothing, and are
-    left to the bound in test_attention.py.
+    Many rows round their weights to bf16, as the instruction wants them. Where all weights are nearly alike
+    and values cancel, that is as large as the rounding of the output itself (1.2 to 1.3 of stock's error);
+    such rows hold next to nothing, and are left to the bound in test_attention.py.
     """
     point = SHAPES[shape]
     assert ops.load().ok
@@ -30,7 +33,7 @@ def test_no_further_from_exact_than_stock(isa, shape, mean):
     rows = (point.context, point.kv_heads, point.head_size)
     keys = torch.randn(rows, generator=generator).bfloat16()
     values = (torch.randn(rows, generator=generator) + mean).bfloat16()
-    query = (4 * torch.randn(point.tokens, point.heads, point.head_size, generator=generator)).bfloat16()
+    query = (spread * torch.randn(point.tokens, point.heads, point.head_size, generator=generator)).bfloat16()
     place = torch.arange(point.context)
     for side in (ours, stock):
         side.query = query
@@ -38,8 +41,8 @@ def test_no_further_from_exact_than_stock(isa, shape, mean):
         side.write(keys, values, slots + place % attention.BLOCK_SIZE)
     positions = torch.arange(point.context - point.tokens, point.context)
     weights = reference.weights(reference.scores(query.double(), keys.double(), positions, ours.scale))
-    spread = values.double().repeat_interleave(point.heads // point.kv_heads, dim=1)
-    exact = torch.einsum("hqk,khd->qhd", weights, spread)
+    of_heads = values.double().repeat_interleave(point.heads // point.kv_heads, dim=1)
+    exact = torch.einsum("hqk,khd->qhd", weights, of_heads)
     mine, theirs = ((side.run(0).double() - exact).norm() for side in (ours, stock))
     assert mine <= 1.1 * theirs, f"{mine / theirs:.3f} of stock's error"
 
