@@ -8,6 +8,10 @@
 
 #include "quantize.inc"
 #include "attention.inc"
+#include "gemm.inc"
+#include "gemm_w8a8.inc"
+#include "gemm_w4a8.inc"
+#include "search_s4.inc"
 
 namespace vllm_zen {
 
@@ -17,6 +21,11 @@ const Kernels kernels_zen4 = {
     /*write_kv=*/write_kv,
     /*attend=*/attend,
     /*merge_spans=*/merge_spans,
+    /*quantize_activations=*/quantize_activations,
+    /*linear_w8a8=*/linear_w8a8,
+    /*linear_w4a8=*/linear_w4a8,
+    /*search_groups_s4=*/search_groups_s4,
+    /*rows_w8=*/rows_w8,
 };
 
 }  // namespace vllm_zen

@@ -74,6 +74,73 @@ constexpr int64_t partial_floats(int64_t rows, int64_t head_size) { return rows 
 // Bytes of scratch that attend() wants, aligned to 64.
 constexpr int64_t kAttentionScratch = 256 * 1024;
 
+// Columns of a packed weight that lie side by side (csrc/README.md draws the layouts).
+constexpr int64_t kColumns = 64;
+// Rows of a tile of a linear layer: 6 rows by 4 registers of sums leave 8 of 32 for weights and activations.
+constexpr int64_t kTileRows = 6;
+// Rows that share a pass over the weights: their sums, 64 KiB, and half a MiB of codes fit in L2.
+constexpr int64_t kMaxLinearRows = 252;
+// Inputs of a chunk of int8 weights: 16 KiB of weights, half of L1, and few enough to share a scale.
+constexpr int64_t kChunkW8 = 256;
+// Bytes of scratch that linear_*() want, aligned to 64.
+constexpr int64_t kLinearScratch = kMaxLinearRows * kColumns * 4;
+
+// Rows of activations, and where their int8 codes go: chunk by chunk along K, in each all rows. A chunk of a
+// row has its own scale, so that an outlier costs precision in its chunk only.
+struct Activations {
+  const void* x;   // [rows, k], k contiguous
+  bool x_is_bf16;  // else float32
+  int64_t x_stride;
+  int64_t rows;
+  int64_t k;
+  int64_t padded_k;    // of the packed weight, at least k: the codes between are 0
+  int64_t chunk;       // k-values; a chunk that reaches beyond padded_k is filled with 0 too
+  int8_t* codes;       // [chunks, rows, chunk]
+  int32_t* code_sums;  // [chunks, rows]
+  float* scales;       // [chunks, rows]; NaN where the chunk holds a NaN or an infinity
+};
+
+// A linear layer over quantized activations.
+struct Linear {
+  const int8_t* codes;  // these three as in Activations, of the same chunk
+  const int32_t* code_sums;
+  const float* code_scales;
+  int64_t rows;
+  int64_t k;              // padded_k
+  int64_t chunk;          // w4a8: the group
+  const uint8_t* weight;  // w8a8: codes plus 128
+  const void* scale;      // w8a8: float [blocks * 64]; w4a8: [blocks, groups, 64]
+  bool scale_is_bf16;     // w4a8; else float32
+  const void* offset;     // w4a8: like scale, what a code of 0 stands for; null: -8 times the scale
+  const float* bias;      // [blocks * 64], or null
+  void* output;           // [rows, columns]
+  bool output_is_bf16;    // else float32
+  int64_t output_stride;
+  int64_t columns;
+};
+
+// Rows of weights to quantize to int4, and where codes, scales and zero points go.
+struct GroupSearch {
+  const void* x;  // [rows, k]
+  bool x_is_bf16;
+  int64_t k;
+  int64_t group;  // 32, 64 or 128; the last of a row may be short
+  float emphasis;
+  uint8_t* codes;  // [rows, k], 0 to 15
+  bf16_t* scale;   // [rows, groups]; x is about scale * code + offset
+  bf16_t* offset;  // [rows, groups], or null: -8 * scale
+};
+
+// A packed int8 weight to look rows up in (linear_w8a8's).
+struct RowsW8 {
+  const uint8_t* weight;
+  const float* scale;
+  int64_t k, padded_k;
+  const int64_t* rows;  // all valid
+  void* output;         // [rows, k]
+  bool output_is_bf16;
+};
+
 struct Kernels {
   // The name VLLM_ZEN_ISA takes.
   const char* isa;
@@ -104,6 +171,22 @@ struct Kernels {
   // writes the output.
   void (*merge_spans)(const Attention& call, const AttentionTask& task, int64_t kv_head,
                       const float* partials, int64_t stride);
+
+  // Quantizes rows [begin, end), a chunk of a row with the arithmetic of quantize_rows_s8.
+  void (*quantize_activations)(const Activations& activations, int64_t begin, int64_t end);
+
+  // Rows [row_begin, row_end), at most kMaxLinearRows, times blocks [block_begin, block_end) of 64 columns.
+  // A row with a scale of NaN gives NaN, one of zeros the bias.
+  void (*linear_w8a8)(const Linear& call, int64_t row_begin, int64_t row_end, int64_t block_begin,
+                      int64_t block_end, void* scratch);
+  void (*linear_w4a8)(const Linear& call, int64_t row_begin, int64_t row_end, int64_t block_begin,
+                      int64_t block_end, void* scratch);
+
+  // Quantizes rows [begin, end) with the scales that make the weighted error small (search_s4.inc).
+  void (*search_groups_s4)(const GroupSearch& search, int64_t begin, int64_t end);
+
+  // Dequantizes output rows [begin, end).
+  void (*rows_w8)(const RowsW8& lookup, int64_t begin, int64_t end);
 };
 
 // The tables. One a file isa_*.cpp; only those this build can compile are defined.

@@ -51,6 +51,36 @@ inline Pairs set_pair(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>
 inline Floats dot(Pairs a, Pairs b, Floats c) {
   return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
+
+// Sixteen int32, or the 64 bytes they are made of.
+using Ints = __m512i;
+inline Ints load_ints(const void* from) { return _mm512_loadu_si512(from); }
+inline Ints load_u8(const uint8_t* from) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline void store_ints(void* to, Ints value) { _mm512_storeu_si512(to, value); }
+inline Ints set_int(int32_t value) { return _mm512_set1_epi32(value); }
+inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints mul_ints(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints low_nibbles(Ints bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints bytes) { return low_nibbles(_mm512_srli_epi32(bytes, 4)); }
+// sums + the four products of a lane's bytes, a's unsigned, b's signed. As assembly in order: left to itself,
+// g++ 12 interleaves a tile's products until its sums no longer fit in registers.
+#if defined(VLLM_ZEN_EMULATE)
+inline Ints dot_bytes(Ints a, Ints b, Ints sums) { return _mm512_dpbusd_epi32(sums, a, b); }
+inline void load_after(const uint8_t*&, const Ints&) {}
+#else
+inline Ints dot_bytes(Ints a, Ints b, Ints sums) {
+  __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+  return sums;
+}
+// Keeps the compiler from loading through `pointer` before `value` is computed.
+inline void load_after(const uint8_t*& pointer, Ints& value) {
+  __asm__ volatile("" : "+r"(pointer), "+v"(value));
+}
+#endif
+inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+
 // Rounds to nearest, ties to even; subnormals count as 0.
 inline void store_bf16(bf16_t* to, Floats value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));

@@ -9,6 +9,12 @@
 #define _mm512_reduce_max_ps vllm_zen_emulated::reduce_max
 #define _mm512_reduce_add_ps vllm_zen_emulated::reduce_add
 #define _mm512_cvtneps_pbh vllm_zen_emulated::to_bf16
+#undef _mm512_cvtepi32_ps
+#define _mm512_cvtepi32_ps vllm_zen_emulated::to_floats
+#undef _mm512_cvtepu8_epi32
+#define _mm512_cvtepu8_epi32 vllm_zen_emulated::widen<uint8_t>
+#undef _mm512_cvtepu16_epi32
+#define _mm512_cvtepu16_epi32 vllm_zen_emulated::widen<uint16_t>
 
 namespace vllm_zen_emulated {
 namespace {
@@ -42,6 +48,28 @@ inline __m256i to_bf16(__m512 a) {
     rounded[i] = static_cast<uint16_t>(nan ? 0x7fc0u : (bits[i] + 0x7fffu + (bits[i] >> 16 & 1)) >> 16);
   }
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rounded));
+}
+
+inline __m512 to_floats(__m512i a) {
+  int32_t lane[16];
+  _mm512_storeu_si512(lane, a);
+  float result[16];
+  for (int i = 0; i < 16; ++i) {
+    result[i] = static_cast<float>(lane[i]);
+  }
+  return _mm512_loadu_ps(result);
+}
+
+template <typename From, typename Register>
+inline __m512i widen(Register a) {
+  From narrow[16];
+  static_assert(sizeof narrow == sizeof a);
+  __builtin_memcpy(narrow, &a, sizeof a);
+  uint32_t wide[16];
+  for (int i = 0; i < 16; ++i) {
+    wide[i] = narrow[i];
+  }
+  return _mm512_loadu_si512(wide);
 }
 
 }  // namespace

@@ -120,6 +120,61 @@ inline Floats dot(const Pairs& a, const Pairs& b, const Floats& c) {
     return c.lane[i] + second + as_float(a.lane[i] << 16) * as_float(b.lane[i] << 16);
   });
 }
+
+// Sixteen int32, or the 64 bytes they are made of. Sums wrap around.
+using Ints = Pairs;
+inline Ints load_ints(const void* from) { return load_pairs(from); }
+inline Ints load_u8(const uint8_t* from) {
+  Ints result;
+  for (int i = 0; i < kLanes; ++i) {
+    result.lane[i] = from[i];
+  }
+  return result;
+}
+inline void store_ints(void* to, const Ints& value) { __builtin_memcpy(to, value.lane, sizeof value.lane); }
+inline Ints set_int(int32_t value) { return set_pair(static_cast<uint32_t>(value)); }
+inline Ints add_ints(Ints a, const Ints& b) {
+  for (int i = 0; i < kLanes; ++i) {
+    a.lane[i] += b.lane[i];
+  }
+  return a;
+}
+inline Ints mul_ints(Ints a, const Ints& b) {
+  for (int i = 0; i < kLanes; ++i) {
+    a.lane[i] *= b.lane[i];
+  }
+  return a;
+}
+inline Ints low_nibbles(Ints bytes) {
+  for (int i = 0; i < kLanes; ++i) {
+    bytes.lane[i] &= 0x0f0f0f0fu;
+  }
+  return bytes;
+}
+inline Ints high_nibbles(Ints bytes) {
+  for (int i = 0; i < kLanes; ++i) {
+    bytes.lane[i] = bytes.lane[i] >> 4 & 0x0f0f0f0fu;
+  }
+  return bytes;
+}
+// sums + the four products of a lane's bytes, a's unsigned, b's signed.
+inline Ints dot_bytes(const Ints& a, const Ints& b, Ints sums) {
+  for (int i = 0; i < kLanes; ++i) {
+    int32_t products = 0;
+    for (int byte = 0; byte < 4; ++byte) {
+      const auto unsigned_byte = static_cast<int32_t>(a.lane[i] >> (8 * byte) & 0xff);
+      products += unsigned_byte * static_cast<int8_t>(b.lane[i] >> (8 * byte));
+    }
+    sums.lane[i] += static_cast<uint32_t>(products);
+  }
+  return sums;
+}
+// A matter of registers, of which there are too few here anyway.
+inline void load_after(const uint8_t*&, const Ints&) {}
+inline Floats to_floats(const Ints& a) {
+  return each_lane([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
+}
+
 // Rounds to nearest, ties to even.
 inline void store_bf16(bf16_t* to, const Floats& value) {
   for (int i = 0; i < kLanes; ++i) {

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_zen import ops_linear
+
 LIBRARY = Path(__file__).parent / "libvllm_zen.so"
 
 
@@ -34,6 +36,7 @@ def load(library: Path = LIBRARY) -> NativeStatus:
         cause = error.__cause__ or error  # torch wraps the loader's message in one without it
         return NativeStatus(False, str(cause).strip().partition("\n")[0])
     _register_fakes()
+    ops_linear.register_fakes()
     return NativeStatus(True)
 
 

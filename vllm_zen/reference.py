@@ -1,5 +1,7 @@
 """Each native op in plain torch: the oracle of the tests and of doctor's self-test."""
 
+from collections.abc import Iterator
+
 import torch
 
 _SMALLEST_MAX = 127.0 * torch.finfo(torch.float32).tiny
@@ -23,6 +25,59 @@ def quantize_rows_s8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.where(usable.unsqueeze(1), codes, torch.zeros_like(codes)).to(torch.int8)
     scale = torch.where(usable, largest / 127.0, torch.zeros_like(largest))
     return q, torch.where(finite, scale, torch.full_like(scale, float("nan")))
+
+
+CHUNK_W8 = 256
+
+
+def _chunks(x: torch.Tensor, chunk: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Columns of x [M, K], their codes in float64 and the scale [M, 1] of each row of codes."""
+    for begin in range(0, x.shape[1], chunk):
+        part = slice(begin, begin + chunk)
+        codes, scale = quantize_rows_s8(x[:, part])
+        yield part, codes.double(), scale[:, None]
+
+
+def linear_w8a8(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [M, K] times (codes int8 [N, K] * scale [N]) transposed, plus bias [N].
+
+    Every 256 values of a row of x are quantized with a scale of their own. Sums over them are exact; times
+    that scale they are added in float32, one after the other, then times `scale`, plus bias, each step
+    rounded once, and at last to x's dtype.
+    """
+    total = torch.zeros(x.shape[0], codes.shape[0])
+    for part, q, q_scale in _chunks(x, CHUNK_W8):
+        total = total + (q @ codes[:, part].double().t()).float() * q_scale
+    return _finish(total * scale.float(), bias, x.dtype)
+
+
+def linear_w4a8(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same for codes uint8 [N, K], scale [N, groups] and offset [N, groups] (None: -8 * scale).
+
+    x is quantized group by group. Sums of a group are exact; times the weights' scale, plus the sum of x's
+    codes times the offset, times the activations' scale they are added in float32.
+    """
+    total = torch.zeros(x.shape[0], codes.shape[0])
+    for index, (part, q, q_scale) in enumerate(_chunks(x, group)):
+        zero = 8.0 if offset is None else 0.0
+        sums = (q @ (codes[:, part].double() - zero).t()).float() * scale[:, index].float()
+        if offset is not None:
+            sums = sums + q.sum(1, keepdim=True).float() * offset[:, index].float()
+        total = total + sums * q_scale
+    return _finish(total, bias, x.dtype)
+
+
+def _finish(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return (total if bias is None else total + bias).to(dtype)
 
 
 KV_TILE = 32

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_zen import ops, reference
+from vllm_zen import ops, ops_linear, reference
 
 
 def run() -> Iterator[tuple[str, bool]]:
@@ -32,3 +32,14 @@ def run() -> Iterator[tuple[str, bool]]:
     # Weights and outputs are rounded to bf16, half of 2^-7 each; weights sum to 1.
     close = (output.float() - exact).abs() <= 2.0**-7 * (value.float().abs().max() + exact.abs())
     yield "paged_attention is within bf16 of its reference", bool(close.all())
+
+    rows = torch.randn(7, 200, generator=generator).bfloat16()
+    codes = torch.randint(-127, 128, (70, 200), generator=generator).to(torch.int8)
+    scale = torch.rand(70, 2, generator=generator)
+    int8 = ops_linear.Int8Weight.pack(codes, scale[:, 0])
+    same = torch.equal(int8.linear(rows), reference.linear_w8a8(rows, codes, scale[:, 0]))
+    yield "linear_w8a8 equals its reference", same
+    nibbles = (codes & 15).to(torch.uint8)
+    int4 = ops_linear.Int4Weight.pack(nibbles, scale, None, 128)
+    same = torch.equal(int4.linear(rows), reference.linear_w4a8(rows, nibbles, scale, None, 128))
+    yield "linear_w4a8 equals its reference", same

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 
-from vllm_zen import cli, ops
-from vllm_zen.bench import attention, kernels
+from vllm_zen import cli, ops, zentorch
+from vllm_zen.bench import attention, kernels, linear
 from vllm_zen.errors import BenchmarkError
 
 DECODE = attention.Attention(2, 1, 200, 4, 2, 64)
@@ -26,6 +27,16 @@ def test_both_sides_agree_and_the_figures_hang_together():
         assert row.limit > 0 and row.rate.ours.low > 0 and row.rate.stock.low > 0
         assert row.share("zen") == row.rate.ours.median / row.limit
     assert "| decode 2 x 200, 4/2 x 64 |" in kernels.markdown(rows, {}, {"cpu": "x"}, ["vllm-zen"])
+
+
+@pytest.mark.parametrize(("bits", "against"), linear.STOCK)
+def test_linear_agrees_with_every_path_of_stock(bits, against):
+    if "zentorch" in against and not zentorch.supports_linear(torch.bfloat16)[0]:
+        pytest.skip(f"{against}: {zentorch.supports_linear(torch.bfloat16)[1]}")
+    points = [linear.Linear(bits, 128, 256, rows, against) for rows in (1, 33)]
+    rows, left_out = kernels.measure(points, l3_bytes=2**16, pairs=1, say=lambda line: None)
+    assert not left_out and all(0 <= row.difference < 2**-4 for row in rows)
+    assert [row.limit_kind for row in rows] == ["bandwidth", "int8"]
 
 
 def test_the_work_is_what_is_not_masked():

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from vllm_zen import ops_linear, zentorch
 from vllm_zen.bench.report import COLORS, LABELS
 from vllm_zen.bench.statistics import Comparison, compare
 from vllm_zen.errors import BenchmarkError
@@ -20,7 +21,7 @@ RUN_SECONDS = 0.02
 # Working sets rotate through this many times the L3, so that every read is from memory.
 CACHE_MULTIPLE = 4
 GEMM_SIZE = 1024
-UNITS = {"bandwidth": "GB/s", "compute": "GFLOPS"}
+UNITS = {"bandwidth": "GB/s", "compute": "GFLOPS", "int8": "GOPS"}
 
 
 class Side(Protocol):
@@ -45,17 +46,22 @@ class Point(ABC):
     @property
     @abstractmethod
     def limit(self) -> str:
-        """bandwidth or compute: what the work is held against."""
+        """bandwidth, compute (bf16) or int8: what the work is held against."""
 
     @property
     @abstractmethod
     def work(self) -> float:
-        """Bytes or floating-point operations."""
+        """Bytes or operations."""
 
     @property
     @abstractmethod
     def cache_bytes(self) -> int:
         """Of one copy of the data."""
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of one copy on both sides."""
+        return 2 * self.cache_bytes
 
     @abstractmethod
     def sides(self, copies: int) -> tuple[Side, Side]:
@@ -95,7 +101,7 @@ def measure(
     points = list(points)
     for number, point in enumerate(points, start=1):
         copies = _copies(point, l3_bytes)
-        needed = 2 * copies * point.cache_bytes
+        needed = copies * point.copy_bytes
         if needed > psutil.virtual_memory().available * 0.7:
             left_out[point.name] = f"needs {needed / 2**30:.1f} GiB"
             say(f"[{number}/{len(points)}] {point.name}: left out, {left_out[point.name]}")
@@ -110,7 +116,7 @@ def measure(
 
 
 def _copies(point: Point, l3_bytes: int) -> int:
-    if point.limit != "bandwidth":
+    if point.limit == "compute":
         return 1
     return 1 + CACHE_MULTIPLE * l3_bytes // point.cache_bytes
 
@@ -119,7 +125,7 @@ def measure_point(point: Point, copies: int, pairs: int) -> Row:
     """Runs ours, stock's and the limit in turn, `pairs` times. Raises BenchmarkError for unequal outputs."""
     ours, stock = point.sides(copies)
     difference = _difference(point, ours.run(0), stock.run(0))
-    limit = _Reading(ours) if point.limit == "bandwidth" else _Multiplying()
+    limit = _LIMITS[point.limit](ours)
     rates: dict[str, list[float]] = {"zen": [], "stock": [], "limit": []}
     calls = {side: _calls(of, copies) for side, of in (("zen", ours), ("stock", stock))}
     for _ in range(pairs):
@@ -155,6 +161,12 @@ def _seconds(side: Side, copies: int, calls: int) -> float:
     return time.perf_counter() - began
 
 
+class _Limit(Protocol):
+    """What the machine can do, measured again at each call of rate()."""
+
+    def rate(self) -> float: ...
+
+
 class _Reading:
     """Bytes a second that all threads read of a side's own data.
 
@@ -184,6 +196,35 @@ class _Multiplying:
             self._a @ self._b
             calls += 1
         return 2 * GEMM_SIZE**3 * calls / (time.perf_counter() - began)
+
+
+class _MultiplyingInt8:
+    """Operations a second of zentorch's int8 product of many rows; ours where there is no zentorch."""
+
+    def __init__(self) -> None:
+        self._x = torch.randn(GEMM_SIZE, 4096).bfloat16()
+        codes = torch.randint(-127, 128, (4096, 4096), dtype=torch.int8)
+        scale = torch.ones(4096)
+        self._run: Callable[[torch.Tensor], torch.Tensor]
+        if zentorch.load().usable and hasattr(zentorch.ops(), "zentorch_dynamic_qlinear"):
+            packed = zentorch.ops().zentorch_weight_prepack_for_dynamic_qlinear(codes)
+            run = zentorch.ops().zentorch_dynamic_qlinear
+            self._run = lambda x: run(x, packed, scale, None, is_weight_prepacked=True)
+        else:
+            self._run = ops_linear.Int8Weight.pack(codes, scale).linear
+        self._run(self._x)
+
+    def rate(self) -> float:
+        began = time.perf_counter()
+        self._run(self._x)
+        return 2 * GEMM_SIZE * 4096**2 / (time.perf_counter() - began)
+
+
+_LIMITS: dict[str, Callable[[Side], _Limit]] = {
+    "bandwidth": _Reading,
+    "compute": lambda _: _Multiplying(),
+    "int8": lambda _: _MultiplyingInt8(),
+}
 
 
 def markdown(
@@ -227,7 +268,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set(xlabel="share of the read bandwidth (decode) or bf16 GEMM peak, same run", xlim=(0, None))
+    axes.set(xlabel="share of the read bandwidth (few rows) or GEMM peak, same run", xlim=(0, None))
     axes.grid(axis="x", alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=120)

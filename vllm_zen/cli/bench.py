@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
         description="Runs each piece of work with our kernels and with stock vLLM's in turn, checks that the "
         "outputs agree, and holds both against the read bandwidth or GEMM peak measured between them.",
     )
-    kernels.add_argument("--family", dest="kernel_family", choices=("attention",), required=True)
+    kernels.add_argument("--family", dest="kernel_family", choices=("attention", "linear"), required=True)
     kernels.add_argument("--only", default="", metavar="TEXT", help="points whose name contains it")
     kernels.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each side, default 5")
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -89,16 +89,17 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(len(cpus)))
     os.environ.setdefault("GOMP_CPU_AFFINITY", " ".join(map(str, cpus)))
     from vllm_zen import host, ops
-    from vllm_zen.bench import attention, kernels
+    from vllm_zen.bench import attention, kernels, linear
     from vllm_zen.bench.serve import describe_machine
     from vllm_zen.errors import BenchmarkError
 
     native = ops.load()
     if not native.ok:
         raise BenchmarkError(f"no native kernels: {native.reason}. {native.remedy}.")
-    points = [point for point in attention.grid() if arguments.only in point.name]
+    every = list({"attention": attention, "linear": linear}[arguments.kernel_family].grid())
+    points = [point for point in every if arguments.only in point.name]
     if not points:
-        names = "; ".join(point.name for point in attention.grid())
+        names = "; ".join(point.name for point in every)
         raise BenchmarkError(f"--only {arguments.only!r} leaves no point. There are: {names}")
     machine_host, machine = host.read_host(), describe_machine()
     l3_bytes = (machine_host.l3_bytes or 0) * len(machine_host.l3_groups)
