@@ -76,6 +76,7 @@ def describe(quantization: str | None, attention: str, dtype: Any) -> dict[str, 
 
     from vllm_zen import activation
     from vllm_zen.linear import dispatch
+    from vllm_zen.quantization.settings import INT4, INT8
 
     native = ops.load()
     backend, _ = dispatch.select(torch.empty(64, 64, dtype=dtype, device="meta"))
@@ -85,7 +86,7 @@ def describe(quantization: str | None, attention: str, dtype: Any) -> dict[str, 
         "cpu": activation.decide().info.describe(),
         "isa": ops.isa() if native.ok else "none",
         "zentorch": zentorch.load().describe(),
-        "linear": backend.name if backend else "none",
+        "linear": (quantization if quantization in (INT8, INT4) else backend.name if backend else "none"),
         "attention": attention,
         "quantization": quantization or "none",
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_zen.errors import UnsupportedError
+from vllm_zen.quantization.settings import Settings
 
 KEY = "vllm_zen"
 
@@ -15,6 +16,8 @@ class Options:
 
     # Pack a tied output head beside the embedding table. Costs vocabulary x hidden x 2 bytes in bf16.
     pack_tied_head: bool = True
+    # Of --quantization zen_int8 and zen_int4.
+    quantization: Settings = dataclasses.field(default_factory=Settings)
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "Options":
@@ -26,7 +29,10 @@ class Options:
                 f"--additional-config: {KEY!r} holds {given!r}; it takes an object with the keys "
                 f"{', '.join(allowed)}."
             )
+        values = dict(given)
         for name, value in given.items():
-            if not isinstance(value, bool):
+            if name == "quantization":
+                values[name] = Settings.from_dict(value, f"--additional-config: {KEY}.{name}")
+            elif not isinstance(value, bool):
                 raise UnsupportedError(f"--additional-config: {KEY}.{name}={value!r} must be true or false.")
-        return cls(**given)
+        return cls(**values)

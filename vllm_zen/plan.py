@@ -38,7 +38,7 @@ READ_FACTOR = 1.15
 
 # Bytes a parameter of a linear layer or an expert takes. The head, the table and norms stay in bfloat16.
 SCHEMES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
-PREPARED = {"int8": "a W8A8 int8", "int4": "a W4A16 int4 (groups of 128)"}
+ONLINE = {"zen_int8": "int8", "zen_int4": "int4"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Request:
     bind: str | None = None
     dtype: str = "auto"
     pack_tied_head: bool = True
+    quantization: str | None = None  # zen_int8 or zen_int4; others are the checkpoint's own
 
     @property
     def bytes_per_value(self) -> int:
@@ -333,12 +334,19 @@ def kv_per_token(model: Model, request: Request) -> int:
 
 
 def _tied_copy(model: Model, request: Request) -> int:
-    if not (model.tied and request.pack_tied_head):
+    if not model.tied:
+        return 0
+    if request.quantization in ONLINE:
+        return model.vocabulary * model.hidden  # the head in int8
+    if not request.pack_tied_head:
         return 0
     return model.vocabulary * model.hidden * request.bytes_per_value
 
 
 def _weights(model: Model, request: Request) -> int:
+    scheme = ONLINE.get(request.quantization or "")
+    if scheme:
+        return weight_bytes(model, scheme)
     return weight_bytes(model, "bfloat16") * request.bytes_per_value // 2
 
 
@@ -428,10 +436,10 @@ def _cannot_fit(model: Model, request: Request, ranks: int, context: int, usable
         f"of {context} tokens {_gib(cache)}), {_gib(need)} with {MARGIN:.0%} kept free, and {_gib(usable)} "
         f"are usable ({why}). "
     )
-    for scheme, words in PREPARED.items():
+    for method, scheme in ONLINE.items():
         total = (weight_bytes(model, scheme) + other) / (1 - MARGIN)
         if not model.quantization and total <= usable:
-            return text + f"Prepared as {words} checkpoint it would: {_gib(total)}."
+            return text + f"With --quantization {method} it would: {_gib(total)}."
     return text + "No scheme of ours would either: take a smaller model or a machine with more memory."
 
 

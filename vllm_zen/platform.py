@@ -14,6 +14,8 @@ from vllm_zen.activation import logger
 from vllm_zen.attention import choice
 from vllm_zen.errors import UnsupportedError, ZenError
 from vllm_zen.options import Options
+from vllm_zen.quantization import weights
+from vllm_zen.quantization.settings import INT4, INT8
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +49,14 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
         return [torch.bfloat16, torch.float32]
 
     @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Before arguments are parsed: names of quantization methods are checked there."""
+        from vllm_zen.quantization import config
+
+        super().pre_register_and_update(parser)
+        config.register()
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Refuses what no Zen CPU runs, then fills in this platform's choices."""
         from vllm_zen.compile import backports
@@ -57,6 +67,8 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
                 "--dtype float16 is refused: zentorch and vllm-zen have no float16 kernels for Zen CPUs. "
                 "Use --dtype bfloat16 (what auto chooses for float16 checkpoints) or --dtype float32."
             )
+        if model_config is not None and model_config.quantization in (INT8, INT4):
+            weights.check_table()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER_CLASS
         options = Options.from_additional_config(vllm_config.additional_config)
@@ -108,6 +120,7 @@ class ZenCpuPlatform(CpuPlatform):  # type: ignore[misc]
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             dtype=str(model.dtype).removeprefix("torch."),
             pack_tied_head=options.pack_tied_head,
+            quantization=model.quantization,
         )
         try:
             sizing = plan.size(checkpoint.read(model.model), machine, request, ranks, engines)

@@ -61,6 +61,7 @@ def _wire_in(decision: Decision) -> None:
     for line in compat.apply():
         _say(f"vllm-zen: {line}.")
     _name_attention_backend()
+    _name_quantization_methods()
 
 
 def _name_attention_backend() -> None:
@@ -70,6 +71,12 @@ def _name_attention_backend() -> None:
     from vllm_zen.attention import choice
 
     register_backend(AttentionBackendEnum.CUSTOM, choice.BACKEND_CLASS)
+
+
+def _name_quantization_methods() -> None:
+    from vllm_zen.quantization import config
+
+    config.register()
 
 
 def _check_zentorch() -> None:

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument("--api-key", nargs="*")
     known.add_argument("--uds")
     known.add_argument("--dtype", default="auto")
+    known.add_argument("--quantization", "-q")
     known.add_argument("--additional-config")
     known.add_argument("--max-model-len", type=count)
     known.add_argument("--max-num-seqs", type=count)
@@ -173,6 +174,7 @@ def _request(known: argparse.Namespace, environ: Mapping[str, str]) -> plan.Requ
         bind=environ.get(binding.BIND),
         dtype=known.dtype,
         pack_tied_head=_options(known.additional_config).pack_tied_head,
+        quantization=known.quantization,
     )
 
 

@@ -23,4 +23,4 @@ class ZenWorker(CPUWorker):  # type: ignore[misc]
         """Loads the model, then logs what serves it."""
         super().load_model(*args, **kwargs)
         compat.allocate_pipeline_input(self.model_runner)
-        logger.info(report.startup_line())
+        logger.info(report.startup_line(self.vllm_config.quant_config))

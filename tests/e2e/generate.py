@@ -6,6 +6,7 @@ Each request gets an engine, one after the other.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     llm = LLM(**{"kv_cache_memory_bytes": 2**28, "max_model_len": 512, "seed": 0, **request["engine"]})
-    sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=2)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=request["max_tokens"],
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=request.get("prompt_logprobs"),
+    )
     passes = [llm.generate(request["prompts"], sampling, use_tqdm=False) for _ in range(request["passes"])]
     completions = [output.outputs[0] for output in passes[-1]]
     preemptions = None
@@ -34,12 +41,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             ]
             for completion in completions
         ],
+        "perplexity": [perplexity(output) for output in passes[-1]]
+        if sampling.prompt_logprobs == 0
+        else None,
         "passes": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in passes],
         "cached": [[output.num_cached_tokens for output in outputs] for outputs in passes],
         "preemptions": preemptions,
     }
     llm.llm_engine.engine_core.shutdown()
     return result
+
+
+def perplexity(output: Any) -> float | None:
+    """Of a prompt, from the log-probabilities of its tokens but the first, where they were asked for."""
+    if output.prompt_logprobs is None:
+        return None
+    steps = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    logprobs = [entry[token].logprob for token, entry in steps]
+    return math.exp(-sum(logprobs) / len(logprobs))
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def test_a_wrong_entry_is_refused_with_the_keys(entry):
     with pytest.raises(UnsupportedError) as refused:
         Options.from_additional_config({"vllm_zen": entry})
     assert f"'vllm_zen' holds {entry!r}" in str(refused.value)
-    assert "with the keys pack_tied_head." in str(refused.value)
+    assert "with the keys pack_tied_head, quantization." in str(refused.value)
 
 
 @pytest.mark.parametrize("value", [0, 1, "false", None, []])

@@ -135,9 +135,9 @@ def test_a_long_context_is_cut_to_what_the_cache_holds():
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_scheme_that_would():
-    with pytest.raises(PlanError, match=r"weights 14.90 GiB.*9\.00 GiB are usable.*W4A16 int4.*would"):
+    with pytest.raises(PlanError, match=r"weights 14.90 GiB.*9\.00 GiB are usable.*zen_int4 it would"):
         make(examples.machine(memory=9), examples.model(8))
-    with pytest.raises(PlanError, match=r"W8A8 int8.*would"):
+    with pytest.raises(PlanError, match=r"--quantization zen_int8 it would"):
         make(examples.machine(memory=16), examples.model(8))
     with pytest.raises(PlanError, match="No scheme"):
         make(examples.machine(memory=4), examples.model(8))
