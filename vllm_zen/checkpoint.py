@@ -220,6 +220,12 @@ def _role(tensor: Tensor) -> Role:
     return "other"
 
 
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is the weight of a linear layer, without head, table, experts and their routers."""
+    router = name.endswith((".gate.weight", ".router.weight"))
+    return name.endswith(".weight") and not router and _role(Tensor(name, shape, 0)) == "linear"
+
+
 # What vLLM computes as one matrix, by the words of the parts' names.
 _MERGED = {
     "q_proj": "qkv_proj",

@@ -7,7 +7,8 @@
     ├── DemoModelError              the demo model cannot be prepared
     ├── ModelError                  what was named is not a model that can be read here (also a ValueError)
     ├── PlanError                   no plan serves this model on this host
-    └── BenchmarkError              a benchmark cannot be run, or a server under test failed
+    ├── BenchmarkError              a benchmark cannot be run, or a server under test failed
+    └── EvaluationError             quality cannot be measured: no text, no such scheme, an engine that failed
 
 Every message names the value, the rule and the way out.
 """
@@ -43,3 +44,7 @@ class PlanError(ZenError, RuntimeError):
 
 class BenchmarkError(ZenError, RuntimeError):
     """A benchmark's request cannot be met, or a server under test did not answer."""
+
+
+class EvaluationError(ZenError, RuntimeError):
+    """Quality cannot be measured."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from vllm_zen import __version__, envs
-from vllm_zen.cli import bench, serving
+from vllm_zen.cli import bench, quality, serving
 from vllm_zen.errors import ZenError
 
 SIGPIPE_STATUS = 128 + 13  # what a shell reports for a command the signal ended
@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     serving.add_commands(commands)
     bench.add_commands(commands)
+    quality.add_commands(commands)
 
     demo = commands.add_parser("demo-model", help="prepare the demo model if needed and print its path")
     demo.set_defaults(run=_demo_model)
