@@ -7,8 +7,13 @@
 #include <immintrin.h>
 #endif
 
-// On loops over registers: one that stays a loop would keep its sums in memory.
+// On loops over registers: one that stays a loop would keep its sums in memory. In software they are there
+// anyway, and unrolled it would take many minutes to compile.
+#if defined(VLLM_ZEN_EMULATE)
+#define VLLM_ZEN_UNROLL
+#else
 #define VLLM_ZEN_UNROLL _Pragma("GCC unroll 8")
+#endif
 
 namespace vllm_zen {
 namespace {
@@ -67,7 +72,9 @@ inline Ints high_nibbles(Ints bytes) { return low_nibbles(_mm512_srli_epi32(byte
 // sums + the four products of a lane's bytes, a's unsigned, b's signed. As assembly in order: left to itself,
 // g++ 12 interleaves a tile's products until its sums no longer fit in registers.
 #if defined(VLLM_ZEN_EMULATE)
-inline Ints dot_bytes(Ints a, Ints b, Ints sums) { return _mm512_dpbusd_epi32(sums, a, b); }
+__attribute__((noinline)) inline Ints dot_bytes(Ints a, Ints b, Ints sums) {
+  return _mm512_dpbusd_epi32(sums, a, b);
+}
 inline void load_after(const uint8_t*&, const Ints&) {}
 #else
 inline Ints dot_bytes(Ints a, Ints b, Ints sums) {
