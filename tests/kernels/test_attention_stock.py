@@ -12,7 +12,7 @@ SHAPES = {
     "decode": attention.Attention(1, 1, 1024, 4, 2, 64),
     "long decode": attention.Attention(1, 1, 4096, 8, 2, 128),
     "prefill": attention.Attention(1, 128, 128, 4, 2, 128),
-    "chunk": attention.Attention(1, 100, 640, 4, 4, 64),
+    "chunk": attention.Attention(1, 100, 500, 4, 4, 64),
     "long chunk": attention.Attention(1, 100, 1640, 4, 4, 64),
 }
 
