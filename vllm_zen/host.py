@@ -71,12 +71,16 @@ class Host:
     def usable_memory(self) -> int | None:
         """Bytes a new server may use: min(available, limit - used), over every limit on the path.
 
+        What its nodes do not show counts as not available: a virtual machine's memory may be added as it is
+        used, and vLLM refuses a KV cache larger than what a node has free.
         None where neither the machine nor a group says anything.
         """
         limits = self.memory_limits or ((self.memory_limit,) if self.memory_limit else ())
         left = [limit.remaining for limit in limits]
         if self.memory_available is not None:
-            left.append(self.memory_available)
+            shown = [node.memory for node in self.nodes if node.memory is not None]
+            hidden = (self.memory_total or 0) - sum(shown) if len(shown) == len(self.nodes) else 0
+            left.append(max(0, self.memory_available - max(0, hidden)))
         return min(left, default=None)
 
     def cores_of(self, node: Node) -> Groups:
