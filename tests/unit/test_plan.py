@@ -231,3 +231,11 @@ def test_every_known_machine_gets_a_plan(tmp_path, name):
     assert used <= set(machine.cpus)
     assert made.memory.kv_cache + made.memory.fixed <= machine.usable_memory
     assert len(list(made.commands())) == len(machine.sockets)
+
+
+def test_memory_that_a_node_does_not_show_is_not_planned_with():
+    """A virtual machine's memory may be added as it is used; vLLM asks the node."""
+    machine = examples.machine(memory=24)
+    (node,) = machine.nodes
+    ballooned = replace(machine, nodes=(replace(node, memory=14 * GIB),))
+    assert (machine.usable_memory, ballooned.usable_memory) == (24 * GIB, 14 * GIB)
