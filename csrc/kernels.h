@@ -119,7 +119,7 @@ struct Linear {
   int64_t columns;
 };
 
-// Rows of weights to quantize to int4, and where codes, scales and zero points go.
+// Rows of weights to quantize to int4, and where codes, scales and offsets go.
 struct GroupSearch {
   const void* x;  // [rows, k]
   bool x_is_bf16;

@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "kernels.h"
+#include "ops.h"
 
 namespace {
 
@@ -25,10 +25,7 @@ using vllm_zen::KvCache;
 static_assert(sizeof(AttentionTask) == vllm_zen::kTaskFields * sizeof(int32_t));
 
 void check(const Tensor& tensor, const char* name, ScalarType type, int64_t dimensions, const char* shape) {
-  STD_TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", torch::headeronly::toString(type),
-                  ", got ", torch::headeronly::toString(tensor.scalar_type()));
-  STD_TORCH_CHECK(tensor.dim() == dimensions, name, " must be ", shape, ", got ", tensor.dim(),
-                  " dimensions");
+  vllm_zen::check_kind(tensor, name, type, dimensions, shape);
   STD_TORCH_CHECK(tensor.size(dimensions - 1) <= 1 || tensor.stride(dimensions - 1) == 1, name,
                   ": the last dimension must be contiguous, got stride ", tensor.stride(dimensions - 1));
 }
@@ -218,15 +215,6 @@ void check_task(const AttentionTask& task, int64_t tokens, int64_t sequences, in
                   "tasks: span ", task.span, " of ", task.spans);
 }
 
-// Scratch of a thread, kept from call to call.
-void* scratch() {
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  thread_local std::unique_ptr<void, Free> memory{std::aligned_alloc(64, vllm_zen::kAttentionScratch)};
-  return memory.get();
-}
-
 // Runs tasks from the front of the list on all threads, and merges spans as the last of each is done.
 class Run {
  public:
@@ -261,14 +249,16 @@ class Run {
   void work() {
     const vllm_zen::Kernels& kernels = vllm_zen::kernels();
     for (int64_t i = next_++; i < count_ * kv_heads_; i = next_++) {
-      const AttentionTask& task = tasks_[i / kv_heads_];
-      const int64_t head = i % kv_heads_;
+      const AttentionWork work = work_at(i);
+      const AttentionTask& task = *work.task;
+      const int64_t head = work.kv_head;
       // Every other thread takes one meanwhile, where all are as long.
       const int64_t following = next_.load() + threads_ - 1;
       // The spans of a task and head lie stride_ * kv_heads_ apart.
       float* partials = partials_.get() + (task.partial * kv_heads_ + head) * stride_;
       float* mine = task.spans > 1 ? partials + task.span * kv_heads_ * stride_ : nullptr;
-      if (!kernels.attend(call_, work_at(i), work_at(following), mine, scratch())) {
+      if (!kernels.attend(call_, work, work_at(following), mine,
+                          vllm_zen::thread_scratch<vllm_zen::kAttentionScratch>())) {
         bad_sequence_ = task.sequence;
         next_ = count_ * kv_heads_;
         return;

@@ -6,14 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "kernels.h"
+#include "ops.h"
 
 namespace {
 
@@ -25,20 +24,8 @@ using vllm_zen::Linear;
 using LinearKernel = decltype(vllm_zen::Kernels::linear_w8a8);
 
 void check(const Tensor& tensor, const char* name, ScalarType type, int64_t dimensions, const char* shape) {
-  STD_TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", torch::headeronly::toString(type),
-                  ", got ", torch::headeronly::toString(tensor.scalar_type()));
-  STD_TORCH_CHECK(tensor.dim() == dimensions, name, " must be ", shape, ", got ", tensor.dim(),
-                  " dimensions");
+  vllm_zen::check_kind(tensor, name, type, dimensions, shape);
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
-}
-
-// Scratch of a thread, kept from call to call.
-void* scratch() {
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  thread_local std::unique_ptr<void, Free> memory{std::aligned_alloc(64, vllm_zen::kLinearScratch)};
-  return memory.get();
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -115,7 +102,8 @@ void run_on_threads(const Linear& call, int64_t blocks, LinearKernel kernel) {
       for (int64_t i = next++; i < row_pieces * block_pieces; i = next++) {
         const int64_t row = i / block_pieces * rows;
         const int64_t block = i % block_pieces * piece;
-        kernel(call, row, std::min(row + rows, call.rows), block, std::min(block + piece, blocks), scratch());
+        kernel(call, row, std::min(row + rows, call.rows), block, std::min(block + piece, blocks),
+               vllm_zen::thread_scratch<vllm_zen::kLinearScratch>());
       }
     }
   });

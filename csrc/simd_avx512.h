@@ -60,13 +60,7 @@ inline Floats dot(Pairs a, Pairs b, Floats c) {
 // Sixteen int32, or the 64 bytes they are made of.
 using Ints = __m512i;
 inline Ints load_ints(const void* from) { return _mm512_loadu_si512(from); }
-inline Ints load_u8(const uint8_t* from) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-inline void store_ints(void* to, Ints value) { _mm512_storeu_si512(to, value); }
 inline Ints set_int(int32_t value) { return _mm512_set1_epi32(value); }
-inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints mul_ints(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints low_nibbles(Ints bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints bytes) { return low_nibbles(_mm512_srli_epi32(bytes, 4)); }
 // sums + the four products of a lane's bytes, a's unsigned, b's signed. As assembly in order: left to itself,

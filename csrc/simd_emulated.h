@@ -11,10 +11,8 @@
 #define _mm512_cvtneps_pbh vllm_zen_emulated::to_bf16
 #undef _mm512_cvtepi32_ps
 #define _mm512_cvtepi32_ps vllm_zen_emulated::to_floats
-#undef _mm512_cvtepu8_epi32
-#define _mm512_cvtepu8_epi32 vllm_zen_emulated::widen<uint8_t>
 #undef _mm512_cvtepu16_epi32
-#define _mm512_cvtepu16_epi32 vllm_zen_emulated::widen<uint16_t>
+#define _mm512_cvtepu16_epi32 vllm_zen_emulated::widen
 
 namespace vllm_zen_emulated {
 namespace {
@@ -60,11 +58,9 @@ inline __m512 to_floats(__m512i a) {
   return _mm512_loadu_ps(result);
 }
 
-template <typename From, typename Register>
-inline __m512i widen(Register a) {
-  From narrow[16];
-  static_assert(sizeof narrow == sizeof a);
-  __builtin_memcpy(narrow, &a, sizeof a);
+inline __m512i widen(__m256i a) {
+  uint16_t narrow[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(narrow), a);
   uint32_t wide[16];
   for (int i = 0; i < 16; ++i) {
     wide[i] = narrow[i];

@@ -124,27 +124,7 @@ inline Floats dot(const Pairs& a, const Pairs& b, const Floats& c) {
 // Sixteen int32, or the 64 bytes they are made of. Sums wrap around.
 using Ints = Pairs;
 inline Ints load_ints(const void* from) { return load_pairs(from); }
-inline Ints load_u8(const uint8_t* from) {
-  Ints result;
-  for (int i = 0; i < kLanes; ++i) {
-    result.lane[i] = from[i];
-  }
-  return result;
-}
-inline void store_ints(void* to, const Ints& value) { __builtin_memcpy(to, value.lane, sizeof value.lane); }
 inline Ints set_int(int32_t value) { return set_pair(static_cast<uint32_t>(value)); }
-inline Ints add_ints(Ints a, const Ints& b) {
-  for (int i = 0; i < kLanes; ++i) {
-    a.lane[i] += b.lane[i];
-  }
-  return a;
-}
-inline Ints mul_ints(Ints a, const Ints& b) {
-  for (int i = 0; i < kLanes; ++i) {
-    a.lane[i] *= b.lane[i];
-  }
-  return a;
-}
 inline Ints low_nibbles(Ints bytes) {
   for (int i = 0; i < kLanes; ++i) {
     bytes.lane[i] &= 0x0f0f0f0fu;

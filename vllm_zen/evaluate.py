@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_zen.errors import EvaluationError
+from vllm_zen.plots import load_pyplot
 
 # Tokens of a window: each is predicted from those before it in its window.
 WINDOW = 1024
@@ -167,13 +168,7 @@ def to_json(scores: Sequence[Score]) -> str:
 
 def plot(scores: Sequence[Score], file: Path) -> None:
     """Bars of what each scheme adds to the perplexity. Raises EvaluationError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise EvaluationError("--plot needs matplotlib: pip install 'vllm-zen[bench]'") from None
+    pyplot = load_pyplot(EvaluationError)
     figure, axes = pyplot.subplots(figsize=(5, 1 + 0.4 * len(scores)), layout="constrained")
     axes.barh([s.scheme for s in scores], [100 * (s.ratio - 1) for s in scores], color="#c1272d")
     axes.invert_yaxis()

@@ -86,7 +86,7 @@ def describe(quantization: str | None, attention: str, dtype: Any) -> dict[str, 
         "cpu": activation.decide().info.describe(),
         "isa": ops.isa() if native.ok else "none",
         "zentorch": zentorch.load().describe(),
-        "linear": (quantization if quantization in (INT8, INT4) else backend.name if backend else "none"),
+        "linear": quantization if quantization in (INT8, INT4) else backend.name if backend else "none",
         "attention": attention,
         "quantization": quantization or "none",
     }

@@ -4,6 +4,7 @@ Layouts are drawn in csrc/README.md; `unpack()` of a packed weight gives back wh
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -186,25 +187,9 @@ def register_fakes() -> None:
     """For torch.compile; once, after the library is loaded."""
 
     @torch.library.register_fake("vllm_zen::linear_w8a8")  # type: ignore[misc]
-    def _(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        columns: int,
-    ) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], columns))
-
     @torch.library.register_fake("vllm_zen::linear_w4a8")  # type: ignore[misc]
-    def _(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        offset: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        columns: int,
-    ) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], columns))
+    def _(x: torch.Tensor, *operands_and_columns: Any) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], operands_and_columns[-1]))
 
     @torch.library.register_fake("vllm_zen::embedding_w8")  # type: ignore[misc]
     def _(ids: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, k: int, bf16: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ def startup_line(quant_config: Any = None) -> str:
     quant_config is vLLM's, or None.
     """
     native = ops.load()
-    quantized = isinstance(getattr(quant_config, "name", None), str) and quant_config.name in (INT8, INT4)
+    quantized = getattr(quant_config, "name", None) in (INT8, INT4)
     parts = [
         f"vllm-zen {__version__}: {activation.decide().info.describe()}",
         f"isa {ops.isa()}" if native.ok else f"no native kernels ({native.reason})",

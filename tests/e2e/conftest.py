@@ -39,11 +39,15 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_engines(folder: Path, requests: list[dict[str, Any]], **environment: str) -> tuple[list[Any], str]:
-    """Runs generate.py in `folder`, which takes its log, its answers and vLLM's cache: answers and log."""
+    """Runs generate.py in `folder`, which takes its log, its answers and vLLM's cache: answers and log.
+
+    Worker included in its process unless the environment says otherwise: vLLM is imported once and not
+    three times.
+    """
     output, log = folder / "answers.json", folder / "log.txt"
     output.unlink(missing_ok=True)
     command = [sys.executable, str(GENERATE), json.dumps(requests), str(output)]
-    with started(folder, command, **environment) as process:
+    with started(folder, command, **{ONE_PROCESS: "0", **environment}) as process:
         process.wait(timeout=STARTUP_SECONDS)
     answers = json.loads(output.read_text()) if output.exists() else []
     return answers, log.read_text(errors="replace")
@@ -52,12 +56,9 @@ def run_engines(folder: Path, requests: list[dict[str, Any]], **environment: str
 def run_engine(
     folder: Path, engine: dict[str, Any], prompts: list[str], max_tokens: int = 8, **environment: str
 ) -> Run:
-    """One engine of run_engines(), worker included in its process unless the environment says otherwise.
-
-    That starts in half the time: vLLM is imported once and not three times.
-    """
+    """One engine of run_engines()."""
     request = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "passes": 1}
-    answers, log = run_engines(folder, [request], **{ONE_PROCESS: "0", **environment})
+    answers, log = run_engines(folder, [request], **environment)
     return Run(0 if answers else 1, log, answers[0] if answers else {})
 
 

@@ -54,11 +54,7 @@ def answers(generate_all, tmp_path_factory, platform_environment):
         {"engine": {**base, **engine}, "prompts": prompts, "max_tokens": TOKENS, "passes": 2}
         for prompts, engine in RUNS.values()
     ]
-    environment = {
-        **platform_environment,
-        "VLLM_ZEN_ATTENTION": "native",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    environment = {**platform_environment, "VLLM_ZEN_ATTENTION": "native"}
     found, log = generate_all(tmp_path_factory.mktemp("run"), requests, **environment)
     assert len(found) == len(RUNS), log[-3000:]
     assert log.count("| attention native |") == len(RUNS)

@@ -53,8 +53,7 @@ def answers(generate_all, demo_model, tmp_path_factory, platform_environment):
         }
         for engine, _ in RUNS.values()
     ]
-    environment = {**platform_environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    found, log = generate_all(tmp_path_factory.mktemp("run"), requests, **environment)
+    found, log = generate_all(tmp_path_factory.mktemp("run"), requests, **platform_environment)
     assert len(found) == len(RUNS), log[-3000:]
     return dict(zip(RUNS, found, strict=True)), log
 

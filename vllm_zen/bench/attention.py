@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_zen import ops
-from vllm_zen.bench.kernels import Point, Side
+from vllm_zen.bench.kernels import OurSide, Point, Side
 
 HEADS = ((16, 8, 128), (32, 8, 64), (32, 8, 128), (28, 4, 128), (8, 8, 64))
 BATCHES = (1, 4, 8, 32, 64)
@@ -55,7 +55,7 @@ class Attention(Point):
         pairs = self.tokens * (self.context - self.tokens) + self.tokens * (self.tokens + 1) / 2
         return self.batch * pairs * self.heads * self.head_size * 4
 
-    def sides(self, copies: int) -> tuple[Side, Side]:
+    def sides(self, copies: int) -> tuple[OurSide, Side]:
         """Ours and stock's, over as many caches with the same keys and values."""
         return _Ours(self, copies), _Stock(self, copies)
 

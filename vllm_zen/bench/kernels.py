@@ -15,6 +15,7 @@ from vllm_zen import ops_linear, zentorch
 from vllm_zen.bench.report import COLORS, LABELS
 from vllm_zen.bench.statistics import Comparison, compare
 from vllm_zen.errors import BenchmarkError
+from vllm_zen.plots import load_pyplot
 
 # A run is repeated until it lasts this long, so that starting threads and the clock do not count.
 RUN_SECONDS = 0.02
@@ -27,12 +28,16 @@ UNITS = {"bandwidth": "GB/s", "compute": "GFLOPS", "int8": "GOPS"}
 class Side(Protocol):
     """One implementation of a point's work, prepared, over several copies of its data."""
 
+    def run(self, copy: int) -> torch.Tensor:
+        """Does the work once; returns the output."""
+
+
+class OurSide(Side, Protocol):
+    """Ours, on whose memory the limit is measured."""
+
     @property
     def data(self) -> torch.Tensor:
         """What the runs read from memory, copy after copy."""
-
-    def run(self, copy: int) -> torch.Tensor:
-        """Does the work once; returns the output."""
 
 
 class Point(ABC):
@@ -64,7 +69,7 @@ class Point(ABC):
         return 2 * self.cache_bytes
 
     @abstractmethod
-    def sides(self, copies: int) -> tuple[Side, Side]:
+    def sides(self, copies: int) -> tuple[OurSide, Side]:
         """Ours and stock's, over the same data."""
 
 
@@ -174,7 +179,7 @@ class _Reading:
     fast as the next.
     """
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: OurSide) -> None:
         self._words = side.data.view(-1).view(torch.int64)
 
     def rate(self) -> float:
@@ -220,7 +225,7 @@ class _MultiplyingInt8:
         return 2 * GEMM_SIZE * 4096**2 / (time.perf_counter() - began)
 
 
-_LIMITS: dict[str, Callable[[Side], _Limit]] = {
+_LIMITS: dict[str, Callable[[OurSide], _Limit]] = {
     "bandwidth": _Reading,
     "compute": lambda _: _Multiplying(),
     "int8": lambda _: _MultiplyingInt8(),
@@ -254,13 +259,7 @@ def markdown(
 
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Both sides' shares of the limit, a line of dots a point. Raises BenchmarkError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise BenchmarkError("--plot needs matplotlib: pip install 'vllm-zen[bench]'") from None
+    pyplot = load_pyplot(BenchmarkError)
     figure, axes = pyplot.subplots(figsize=(7.5, 1.2 + 0.22 * len(rows)), layout="constrained")
     for side in LABELS:
         shares = [row.share(side) for row in rows]

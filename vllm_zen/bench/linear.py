@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_zen import ops_linear, zentorch
-from vllm_zen.bench.kernels import Point, Side
+from vllm_zen.bench.kernels import OurSide, Point, Side
 from vllm_zen.errors import BenchmarkError
 
 SHAPES = (  # outputs, inputs
@@ -160,7 +160,7 @@ class Linear(Point):
         """Bytes read, or operations."""
         return self.cache_bytes if self.limit == "bandwidth" else 2.0 * self.rows * self.columns * self.k
 
-    def sides(self, copies: int) -> tuple[Side, Side]:
+    def sides(self, copies: int) -> tuple[OurSide, Side]:
         """Ours and stock's, over `copies` of the same weights."""
         weights = _Weights.of(self.bits, self.columns, self.k)
         x = torch.randn(self.rows, self.k, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -190,8 +190,6 @@ class _Ours:
 
 class _Stock:
     """A path of stock over copies of a weight, which it keeps as it likes."""
-
-    data = torch.empty(0)
 
     def __init__(self, x: torch.Tensor, layers: list[Run]) -> None:
         self._x, self._layers = x, layers

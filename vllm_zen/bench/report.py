@@ -5,6 +5,8 @@ from pathlib import Path
 
 from vllm_zen.bench.serve import SIDES, Results, describe_machine
 from vllm_zen.bench.statistics import Comparison
+from vllm_zen.errors import BenchmarkError
+from vllm_zen.plots import load_pyplot
 
 LABELS = {"zen": "vllm-zen", "stock": "stock vLLM"}
 COLORS = {"zen": "#c1272d", "stock": "#5a5a5a"}
@@ -56,11 +58,8 @@ def _table(rows: list[Comparison]) -> list[str]:
 def plots(results: Results) -> list[Path]:
     """throughput.png and tpot.png, or nothing where matplotlib is not installed (extra `bench`)."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
+        pyplot = load_pyplot(BenchmarkError)
+    except BenchmarkError:
         return []
     request = results.request
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")

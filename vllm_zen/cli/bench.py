@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_zen.cli.progress import say
+
 
 def add_commands(commands: Any) -> None:
     """Adds `bench` with its families to the parser's subcommands."""
@@ -76,7 +78,7 @@ def _bench_serve(arguments: argparse.Namespace) -> int:
             arguments=tuple(arguments.server_arguments),
             environment=environment,
         )
-        results = serve.measure(request, lambda line: print(line, file=sys.stderr, flush=True))
+        results = serve.measure(request, say)
         files = report.write(results, ["vllm-zen", *map(shlex.quote, sys.argv[1:])])
     print(files[1 if arguments.json else 0].read_text())
     print("written: " + " ".join(map(str, files)), file=sys.stderr)
@@ -103,9 +105,7 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
         raise BenchmarkError(f"--only {arguments.only!r} leaves no point. There are: {names}")
     machine_host, machine = host.read_host(), describe_machine()
     l3_bytes = (machine_host.l3_bytes or 0) * len(machine_host.l3_groups)
-    rows, left_out = kernels.measure(
-        points, l3_bytes, arguments.pairs, lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    rows, left_out = kernels.measure(points, l3_bytes, arguments.pairs, say)
     # OpenMP has bound this thread to one CPU by now, which is all that a question to the system would give.
     machine |= {"cpus": host.format_cpu_list(cpus), "isa": ops.isa(), "threads": str(len(cpus))}
     argv = ["vllm-zen", *map(shlex.quote, sys.argv[1:])]

@@ -1,9 +1,11 @@
 """`vllm-zen eval` and `vllm-zen quantize`."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
+
+from vllm_zen.cli.progress import say
+from vllm_zen.quantization.settings import ALLOWED
 
 
 def add_commands(commands: Any) -> None:
@@ -36,7 +38,7 @@ def add_commands(commands: Any) -> None:
     quantize.add_argument("out", type=Path, help="the folder to write, which must not exist")
     quantize.add_argument("--scheme", choices=("int8", "int4"), required=True)
     quantize.add_argument(
-        "--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4, default 128"
+        "--group-size", type=int, choices=ALLOWED["group_size"], default=128, help="of int4, default 128"
     )
     quantize.add_argument("--report", action="store_true", help="print the error and size of every layer")
     quantize.set_defaults(run=_quantize)
@@ -57,7 +59,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         arguments.schemes.split(","),
         text,
         arguments.tokens,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        say,
     )
     if arguments.json:
         arguments.json.write_text(evaluate.to_json(scores))
@@ -76,7 +78,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
         arguments.out,
         arguments.scheme,
         arguments.group_size,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        say,
     )
     if arguments.report:
         print(export.report(layers))

@@ -1,6 +1,5 @@
 """What vLLM's layers call: weights are made on the meta device, loaded, and quantized one layer at a time."""
 
-import time
 from typing import Any
 
 import torch
@@ -74,17 +73,15 @@ class ZenLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def quantize(self, layer: Any, weight: torch.Tensor) -> None:
         """Gives the layer the operands of a weight [N, K]."""
-        began = time.perf_counter()
         for name, operand in weights.quantize(weight, self.scheme, self.prefix).items():
             layer.register_buffer(OPERAND + name, operand, persistent=False)
         layer.zen_columns = len(weight)
-        self.progress.add(weight.numel(), time.perf_counter() - began)
+        self.progress.add(weight.numel())
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] through the layer."""
         operands = {name: getattr(layer, OPERAND + name, None) for name in OPERANDS}
-        present = {name: operand for name, operand in operands.items() if operand is not None}
-        return weights.run(self.scheme, present, x, bias, layer.zen_columns)
+        return weights.run(self.scheme, operands, x, bias, layer.zen_columns)
 
 
 class ZenHeadMethod(ZenLinearMethod):

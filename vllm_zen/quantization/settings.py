@@ -48,7 +48,7 @@ class Settings:
 
     # Weights that share a scale, along the inputs; int4 only.
     group_size: int = 128
-    # Activations of int4 layers: int8, one scale a token, or bf16 (symmetric weights, by zentorch).
+    # Activations of int4 layers: int8, a scale a token and group, or bf16 (symmetric weights, by zentorch).
     act_bits: int = 8
     # int4 with a zero point a group.
     zero_points: bool = False

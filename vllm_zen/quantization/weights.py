@@ -3,6 +3,7 @@
 import ctypes
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,16 +26,14 @@ class Progress:
     def __init__(self) -> None:
         self.layers = 0
         self.values = 0
-        self.seconds = 0.0
         self._reported = time.monotonic()
 
-    def add(self, values: int, seconds: float) -> None:
+    def add(self, values: int) -> None:
         """Counts a layer."""
         # What quantizing took in between would stay with the process: a GiB of a model of a billion.
         ctypes.CDLL(None).malloc_trim(0)
         self.layers += 1
         self.values += values
-        self.seconds += seconds
         if time.monotonic() - self._reported > SECONDS_BETWEEN_REPORTS:
             self._reported = time.monotonic()
             logger.info("quantized %d layers, %.2f billion weights", self.layers, self.values / 1e9)
@@ -53,27 +52,29 @@ def quantize(weight: torch.Tensor, scheme: Scheme, name: str) -> dict[str, torch
     if scheme.act_bits == 16:
         return _w4a16(weight, scheme)
     operands: dict[str, torch.Tensor] = {}
-    at = 0
+    done = 0  # blocks of columns
     for slab in _slabs(weight):
-        packed = _pack(slab, scheme)
-        for key, part in packed.items():
+        blocks = _blocks(slab)
+        for key, part in _pack(slab, scheme).items():
+            of_a_block = len(part) // blocks
             if key not in operands:
-                rows = -(-len(weight) // COLUMNS) * len(part) // -(-len(slab) // COLUMNS)
-                operands[key] = part.new_empty((rows, *part.shape[1:]))
-            begin = at // COLUMNS * len(part) // -(-len(slab) // COLUMNS)
-            operands[key][begin : begin + len(part)] = part
-        at += len(slab)
+                operands[key] = part.new_empty((_blocks(weight) * of_a_block, *part.shape[1:]))
+            operands[key][done * of_a_block :][: len(part)] = part
+        done += blocks
     return operands
 
 
 def run(
     scheme: Scheme,
-    operands: dict[str, torch.Tensor],
+    operands: dict[str, Any],
     x: torch.Tensor,
     bias: torch.Tensor | None,
     columns: int,
 ) -> torch.Tensor:
-    """x [..., K] times the weight transposed, plus bias [N]: [..., N] of x's dtype."""
+    """x [..., K] times the weight transposed, plus bias [N]: [..., N] of x's dtype.
+
+    operands are what quantize() gave; those that the scheme has not may be None.
+    """
     if scheme.bits == "int8":
         return ops_linear.linear_w8a8(x, operands["weight"], operands["scale"], bias, columns)
     if scheme.act_bits == 8:
@@ -96,6 +97,10 @@ def check_table() -> None:
             "zen_int8 and zen_int4 need AVX-512 with VNNI, which this CPU does not report. Serve in bf16, or "
             f"set {envs.ISA.name}=ref to run them on portable kernels, slowly."
         )
+
+
+def _blocks(weight: torch.Tensor) -> int:
+    return -(-len(weight) // COLUMNS)
 
 
 def _slabs(weight: torch.Tensor) -> Iterator[torch.Tensor]:
