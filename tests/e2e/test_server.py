@@ -40,7 +40,7 @@ def test_the_readmes_question_is_answered(client):
 
 
 def test_the_answer_does_not_hang_by_rounding(client):
-    """The first word of the answer leads by more than bfloat16 rounds, so every CPU's kernels say the same."""
+    """The first word of the answer leads by more than bfloat16 rounds: every CPU's kernels say the same."""
     answer = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
     first, second = answer.choices[0].logprobs.content[0].top_logprobs
     assert first.logprob - second.logprob > 0.5
