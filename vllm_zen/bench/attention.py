@@ -141,7 +141,11 @@ class _Stock(_Paged):
     def _isa(self) -> str:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        return str(_get_attn_isa(torch.bfloat16, BLOCK_SIZE, self.point.head_size))
+        isa = str(_get_attn_isa(torch.bfloat16, BLOCK_SIZE, self.point.head_size))
+        if isa == "amx":
+            # Linux kills a process that uses tiles without having asked; in an engine a GEMM asks first.
+            torch.cpu._init_amx()
+        return isa
 
     def _split(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
         cache = self.data[copy]
