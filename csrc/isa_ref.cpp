@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 
+#include "rotate.inc"
 #include "quantize.inc"
 #include "attention.inc"
 #include "gemm.inc"

@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 
+#include "rotate.inc"
 #include "quantize.inc"
 #include "attention.inc"
 #include "gemm.inc"

@@ -85,6 +85,17 @@ constexpr int64_t kChunkW8 = 256;
 // Bytes of scratch that linear_*() want, aligned to 64.
 constexpr int64_t kLinearScratch = kMaxLinearRows * kColumns * 4;
 
+// Rows to quantize to int8, symmetrically, one scale a row: x is about q * scale.
+struct RowsS8 {
+  const void* x;   // [rows, k], k contiguous
+  bool x_is_bf16;  // else float32
+  int64_t x_stride;
+  int64_t k;
+  bool rotate;   // first: as weights of activations that are rotated (rotate.inc)
+  int8_t* q;     // [rows, k]
+  float* scale;  // [rows]
+};
+
 // Rows of activations, and where their int8 codes go: chunk by chunk along K, in each all rows. A chunk of a
 // row has its own scale, so that an outlier costs precision in its chunk only.
 struct Activations {
@@ -95,6 +106,7 @@ struct Activations {
   int64_t k;
   int64_t padded_k;    // of the packed weight, at least k: the codes between are 0
   int64_t chunk;       // k-values; a chunk that reaches beyond padded_k is filled with 0 too
+  bool rotate;         // chunks of kChunkW8: each is rotated first (rotate.inc)
   int8_t* codes;       // [chunks, rows, chunk]
   int32_t* code_sums;  // [chunks, rows]
   float* scales;       // [chunks, rows]; NaN where the chunk holds a NaN or an infinity
@@ -136,6 +148,7 @@ struct RowsW8 {
   const uint8_t* weight;
   const float* scale;
   int64_t k, padded_k;
+  bool rotated;         // the weight is, and is turned back
   const int64_t* rows;  // all valid
   void* output;         // [rows, k]
   bool output_is_bf16;
@@ -145,14 +158,10 @@ struct Kernels {
   // The name VLLM_ZEN_ISA takes.
   const char* isa;
 
-  // Symmetric int8 quantization, one scale a row.
-  //   x      [rows, k], row stride x_stride elements, k contiguous
-  //   q      [rows, k] contiguous
-  //   scale  [rows]; x is about q * scale
-  // A row of zeros, or one so small that its scale would be subnormal, gives q = 0 and scale = 0. A row
-  // that holds a NaN or an infinity gives q = 0 and scale = NaN: the fault stays in its own row.
-  void (*quantize_rows_s8)(const bf16_t* x, int64_t x_stride, int8_t* q, float* scale, int64_t rows,
-                           int64_t k);
+  // Quantizes rows [begin, end). A row of zeros, or one so small that its scale would be subnormal, gives
+  // q = 0 and scale = 0. A row that holds a NaN or an infinity gives q = 0 and scale = NaN: the fault stays
+  // in its own row.
+  void (*quantize_rows_s8)(const RowsS8& call, int64_t begin, int64_t end);
 
   // Writes keys and values of tokens [begin, end) and one KV head into the cache.
   //   key, value  [tokens, kv_heads, head_size], strides between tokens, the last two contiguous

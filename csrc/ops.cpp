@@ -26,9 +26,11 @@ int64_t rows_per_task(int64_t row_bytes) {
   return row_bytes >= kBytesWorthAThread || row_bytes == 0 ? 1 : kBytesWorthAThread / row_bytes;
 }
 
-std::tuple<Tensor, Tensor> quantize_rows_s8(const Tensor& x) {
+std::tuple<Tensor, Tensor> quantize_rows_s8(const Tensor& x, bool rotate) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_rows_s8: x must be [M, K], got ", x.dim(), " dimensions");
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "quantize_rows_s8: x must be bfloat16, got ",
+  const bool is_bf16 = x.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(is_bf16 || x.scalar_type() == ScalarType::Float,
+                  "quantize_rows_s8: x must be bfloat16 or float32, got ",
                   torch::headeronly::toString(x.scalar_type()));
   const int64_t rows = x.size(0);
   const int64_t k = x.size(1);
@@ -37,15 +39,18 @@ std::tuple<Tensor, Tensor> quantize_rows_s8(const Tensor& x) {
 
   Tensor q = torch::stable::new_empty(x, {rows, k}, ScalarType::Char);
   Tensor scale = torch::stable::new_empty(x, {rows}, ScalarType::Float);
-  const auto* x_data = static_cast<const vllm_zen::bf16_t*>(x.data_ptr());
-  auto* q_data = static_cast<int8_t*>(q.data_ptr());
-  auto* scale_data = static_cast<float*>(scale.data_ptr());
-  const int64_t x_stride = x.stride(0);
+  vllm_zen::RowsS8 call;
+  call.x = x.data_ptr();
+  call.x_is_bf16 = is_bf16;
+  call.x_stride = x.stride(0);
+  call.k = k;
+  call.rotate = rotate;
+  call.q = static_cast<int8_t*>(q.data_ptr());
+  call.scale = static_cast<float*>(scale.data_ptr());
   const vllm_zen::Kernels& kernels = vllm_zen::kernels();
 
-  torch::stable::parallel_for(0, rows, rows_per_task(k * 2), [&](int64_t begin, int64_t end) {
-    kernels.quantize_rows_s8(x_data + begin * x_stride, x_stride, q_data + begin * k, scale_data + begin,
-                             end - begin, k);
+  torch::stable::parallel_for(0, rows, rows_per_task(k * (is_bf16 ? 2 : 4)), [&](int64_t begin, int64_t end) {
+    kernels.quantize_rows_s8(call, begin, end);
   });
   return {q, scale};
 }
@@ -55,7 +60,7 @@ std::tuple<Tensor, Tensor> quantize_rows_s8(const Tensor& x) {
 STABLE_TORCH_LIBRARY(vllm_zen, m) {
   m.def("isa() -> str");
   m.def("force_isa(str name) -> ()");
-  m.def("quantize_rows_s8(Tensor x) -> (Tensor, Tensor)");
+  m.def("quantize_rows_s8(Tensor x, bool rotate=False) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_zen, CompositeExplicitAutograd, m) {

@@ -45,7 +45,7 @@ struct Quantized {
   Tensor sums_and_scales;  // 4 bytes each
   vllm_zen::Activations to;
 
-  Quantized(const Tensor& x, int64_t padded_k, int64_t chunk) : rows(x) {
+  Quantized(const Tensor& x, int64_t padded_k, int64_t chunk, bool rotate) : rows(x) {
     const int64_t parts = divide_up(padded_k, chunk) * x.size(0);
     codes = torch::stable::new_empty(x, {parts * chunk}, ScalarType::Char);
     sums_and_scales = torch::stable::new_empty(x, {2 * parts}, ScalarType::Float);
@@ -56,6 +56,7 @@ struct Quantized {
     to.k = x.size(1);
     to.padded_k = padded_k;
     to.chunk = chunk;
+    to.rotate = rotate;
     to.codes = static_cast<int8_t*>(codes.data_ptr());
     to.scales = static_cast<float*>(sums_and_scales.data_ptr());
     to.code_sums = reinterpret_cast<int32_t*>(to.scales + parts);
@@ -163,14 +164,14 @@ Tensor output_of(const Tensor& x, int64_t columns, int64_t blocks, int64_t padde
 }
 
 Tensor run(const Tensor& x, Linear& call, int64_t blocks, int64_t padded_k, int64_t chunk, int64_t step,
-           int64_t columns, const std::optional<Tensor>& bias, LinearKernel kernel) {
+           int64_t columns, const std::optional<Tensor>& bias, bool rotate, LinearKernel kernel) {
   Tensor output = output_of(x, columns, blocks, padded_k, step);
   const Bias padded(bias, columns);
   if (output.numel() == 0) {
     return output;
   }
   const vllm_zen::Kernels& kernels = vllm_zen::kernels();
-  const Quantized quantized(as_rows(x, x.size(x.dim() - 1)), padded_k, chunk);
+  const Quantized quantized(as_rows(x, x.size(x.dim() - 1)), padded_k, chunk, rotate);
   quantized.run(kernels);
   quantized.describe(call);
   call.bias = padded.data;
@@ -183,7 +184,7 @@ Tensor run(const Tensor& x, Linear& call, int64_t blocks, int64_t padded_k, int6
 }
 
 Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                   const std::optional<Tensor>& bias, int64_t columns) {
+                   const std::optional<Tensor>& bias, int64_t columns, bool rotate) {
   check(weight, "weight", ScalarType::Byte, 4, "[blocks, K / 4, 64, 4]");
   STD_TORCH_CHECK(weight.size(2) == kColumns && weight.size(3) == 4,
                   "weight must be [blocks, K / 4, 64, 4], got [.., ", weight.size(2), ", ", weight.size(3),
@@ -195,7 +196,7 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
   Linear call{};
   call.weight = static_cast<const uint8_t*>(weight.data_ptr());
   call.scale = scale.data_ptr();
-  return run(x, call, blocks, weight.size(1) * 4, vllm_zen::kChunkW8, 4, columns, bias,
+  return run(x, call, blocks, weight.size(1) * 4, vllm_zen::kChunkW8, 4, columns, bias, rotate,
              vllm_zen::kernels().linear_w8a8);
 }
 
@@ -228,7 +229,7 @@ Tensor linear_w4a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
   call.scale_is_bf16 = is_bf16;
   call.offset = offset.has_value() ? offset->data_ptr() : nullptr;
   return run(x, call, blocks, k, std::max<int64_t>(group, 8), std::max<int64_t>(group, 1), columns, bias,
-             vllm_zen::kernels().linear_w4a8);
+             /*rotate=*/false, vllm_zen::kernels().linear_w4a8);
 }
 
 std::tuple<Tensor, Tensor, Tensor> search_groups_s4(const Tensor& weight, int64_t group, bool with_offset,
@@ -257,7 +258,8 @@ std::tuple<Tensor, Tensor, Tensor> search_groups_s4(const Tensor& weight, int64_
   return {codes, scale, offset};
 }
 
-Tensor embedding_w8(const Tensor& ids, const Tensor& weight, const Tensor& scale, int64_t k, bool bf16) {
+Tensor embedding_w8(const Tensor& ids, const Tensor& weight, const Tensor& scale, int64_t k, bool bf16,
+                    bool rotated) {
   check(weight, "weight", ScalarType::Byte, 4, "[blocks, K / 4, 64, 4]");
   check(scale, "scale", ScalarType::Float, 1, "[blocks * 64]");
   check(ids, "ids", ScalarType::Long, ids.dim(), "[...]");
@@ -270,6 +272,7 @@ Tensor embedding_w8(const Tensor& ids, const Tensor& weight, const Tensor& scale
   STD_TORCH_CHECK(k <= call.padded_k && call.padded_k - k < 4, "k must be the weight's, up to ",
                   call.padded_k, ", got ", k);
   call.output_is_bf16 = bf16;
+  call.rotated = rotated;
   std::vector<int64_t> shape;
   for (int64_t i = 0; i < ids.dim(); ++i) {
     shape.push_back(ids.size(i));
@@ -295,7 +298,7 @@ Tensor embedding_w8(const Tensor& ids, const Tensor& weight, const Tensor& scale
 
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_zen, m) {
   m.def(
-      "linear_w8a8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int columns) -> "
+      "linear_w8a8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int columns, bool rotated=False) -> "
       "Tensor");
   m.def(
       "linear_w4a8(Tensor x, Tensor weight, Tensor scale, Tensor? offset, Tensor? bias, int columns) -> "
@@ -303,7 +306,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_zen, m) {
   m.def(
       "search_groups_s4(Tensor weight, int group, bool with_offset, float emphasis) -> (Tensor, Tensor, "
       "Tensor)");
-  m.def("embedding_w8(Tensor ids, Tensor weight, Tensor scale, int k, bool bf16) -> Tensor");
+  m.def(
+      "embedding_w8(Tensor ids, Tensor weight, Tensor scale, int k, bool bf16, bool rotated=False) -> "
+      "Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_zen, CPU, m) {

@@ -38,6 +38,15 @@ inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats select(uint32_t lanes, Floats yes, Floats no) {
   return _mm512_mask_blend_ps(static_cast<__mmask16>(lanes), no, yes);
 }
+// Lane i takes the value of lane i ^ D; D is 1, 2, 4 or 8.
+template <int D>
+inline Floats swap_lanes(Floats a) {
+  if constexpr (D <= 2) {
+    return _mm512_permute_ps(a, D == 1 ? 0xb1 : 0x4e);
+  } else {
+    return _mm512_shuffle_f32x4(a, a, D == 4 ? 0xb1 : 0x4e);
+  }
+}
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a); }
 inline Floats lane_numbers() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }

@@ -70,6 +70,11 @@ inline Floats min(const Floats& a, const Floats& b) {
 inline Floats select(uint32_t lanes, const Floats& yes, const Floats& no) {
   return each_lane([&](int i) { return (lanes >> i & 1) != 0 ? yes.lane[i] : no.lane[i]; });
 }
+// Lane i takes the value of lane i ^ D.
+template <int D>
+inline Floats swap_lanes(const Floats& a) {
+  return each_lane([&](int i) { return a.lane[i ^ D]; });
+}
 inline float largest(const Floats& a) {
   float result = a.lane[0];
   for (int i = 1; i < kLanes; ++i) {

@@ -53,14 +53,15 @@ def force_isa(name: str) -> None:
     torch.ops.vllm_zen.force_isa(name)
 
 
-def quantize_rows_s8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 quantization of bf16 [M, K], one scale a row: (int8 [M, K], float32 [M]).
+def quantize_rows_s8(x: torch.Tensor, *, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 quantization of bf16 or float32 [M, K], one scale a row: (int8 [M, K], float32 [M]).
 
-    The row stride of x is free, its last dimension contiguous. Rows of zeros get scale 0; a row with a NaN
-    or an infinity gets zeros and scale NaN. See reference.quantize_rows_s8 for the arithmetic.
+    rotate: of reference.rotate(x), for a linear_w8a8() that rotates too. The row stride of x is free,
+    its last dimension contiguous. Rows of zeros get scale 0; a row with a NaN or an infinity gets zeros and
+    scale NaN. See reference.quantize_rows_s8 for the arithmetic.
     Raises RuntimeError for another dtype, rank or inner stride.
     """
-    q, scale = torch.ops.vllm_zen.quantize_rows_s8(x)
+    q, scale = torch.ops.vllm_zen.quantize_rows_s8(x, rotate)
     return q, scale
 
 
@@ -141,7 +142,7 @@ def paged_attention(
 
 def _register_fakes() -> None:
     @torch.library.register_fake("vllm_zen::quantize_rows_s8")  # type: ignore[misc]
-    def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _(x: torch.Tensor, rotate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
 
     @torch.library.register_fake("vllm_zen::reshape_and_cache")  # type: ignore[misc]

@@ -38,10 +38,14 @@ class Int8Weight:
     weight: torch.Tensor  # uint8 [blocks, K / 4, 64, 4], codes plus 128
     scale: torch.Tensor  # float32 [blocks * 64]
     shape: tuple[int, int]
+    rotated: bool = False  # and so are activations, before they are quantized
 
     @classmethod
-    def pack(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Int8Weight":
-        """Packs codes int8 [N, K] with scale [N]. Raises ValueError for other shapes."""
+    def pack(cls, codes: torch.Tensor, scale: torch.Tensor, *, rotated: bool = False) -> "Int8Weight":
+        """Packs codes int8 [N, K] with scale [N]; rotated: of a weight that was.
+
+        Raises ValueError for other shapes.
+        """
         columns, k = codes.shape
         if codes.dtype != torch.int8 or scale.shape != (columns,):
             raise ValueError(
@@ -49,7 +53,7 @@ class Int8Weight:
                 f"{tuple(scale.shape)}"
             )
         rows = _blocks(pad(codes, (0, -k % 4))).view(torch.uint8) ^ 128
-        return cls(_words_by_column(rows), pad(scale.float(), (0, -columns % COLUMNS)), (columns, k))
+        return cls(_words_by_column(rows), pad(scale.float(), (0, -columns % COLUMNS)), (columns, k), rotated)
 
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What was packed: codes int8 [N, K], scale float32 [N]."""
@@ -59,11 +63,11 @@ class Int8Weight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] times the weight transposed, plus bias [N]."""
-        return linear_w8a8(x, self.weight, self.scale, bias, self.shape[0])
+        return linear_w8a8(x, self.weight, self.scale, bias, self.shape[0], rotated=self.rotated)
 
     def look_up(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows int64 [...] of the weight in bf16 or float32: [..., K]."""
-        return embedding_w8(ids, self.weight, self.scale, self.shape[1], dtype)
+        return embedding_w8(ids, self.weight, self.scale, self.shape[1], dtype, rotated=self.rotated)
 
 
 @dataclass(frozen=True)
@@ -127,18 +131,21 @@ def linear_w8a8(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     columns: int,
+    *,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """A linear layer of int8 weights; x is quantized to int8, a scale for every 256 values of a row.
 
     x        bf16 or float32 [..., K]
     weight, scale  as Int8Weight holds them
     bias     float32 or bf16 [columns], or None
+    rotated  the weight was rotated before it was quantized, and x is too (reference.rotate)
     returns  [..., columns] of x's dtype
 
     A row with a NaN or an infinity gives NaN, and no other row is touched. Equal for any number of threads.
     Raises RuntimeError naming the argument and the value for another dtype, shape or stride.
     """
-    output: torch.Tensor = torch.ops.vllm_zen.linear_w8a8(x, weight, scale, bias, columns)
+    output: torch.Tensor = torch.ops.vllm_zen.linear_w8a8(x, weight, scale, bias, columns, rotated)
     return output
 
 
@@ -159,13 +166,22 @@ def linear_w4a8(
 
 
 def embedding_w8(
-    ids: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, k: int, dtype: torch.dtype
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """Rows of a packed int8 weight (Int8Weight) times their scales: [..., k] of dtype, bf16 or float32.
 
-    ids int64 [...]. Raises RuntimeError for an id that the weight does not have.
+    Rows of a rotated weight are turned back. ids int64 [...].
+    Raises RuntimeError for an id that the weight does not have.
     """
-    output: torch.Tensor = torch.ops.vllm_zen.embedding_w8(ids, weight, scale, k, dtype == torch.bfloat16)
+    output: torch.Tensor = torch.ops.vllm_zen.embedding_w8(
+        ids, weight, scale, k, dtype == torch.bfloat16, rotated
+    )
     return output
 
 
@@ -187,12 +203,19 @@ def register_fakes() -> None:
     """For torch.compile; once, after the library is loaded."""
 
     @torch.library.register_fake("vllm_zen::linear_w8a8")  # type: ignore[misc]
+    def _(
+        x: torch.Tensor, weight: Any, scale: Any, bias: Any, columns: int, rotated: bool = False
+    ) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], columns))
+
     @torch.library.register_fake("vllm_zen::linear_w4a8")  # type: ignore[misc]
-    def _(x: torch.Tensor, *operands_and_columns: Any) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], operands_and_columns[-1]))
+    def _(x: torch.Tensor, weight: Any, scale: Any, offset: Any, bias: Any, columns: int) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], columns))
 
     @torch.library.register_fake("vllm_zen::embedding_w8")  # type: ignore[misc]
-    def _(ids: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, k: int, bf16: bool) -> torch.Tensor:
+    def _(
+        ids: torch.Tensor, weight: Any, scale: Any, k: int, bf16: bool, rotated: bool = False
+    ) -> torch.Tensor:
         return ids.new_empty((*ids.shape, k), dtype=torch.bfloat16 if bf16 else torch.float32)
 
     @torch.library.register_fake("vllm_zen::search_groups_s4")  # type: ignore[misc]

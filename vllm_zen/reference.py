@@ -8,7 +8,7 @@ _SMALLEST_MAX = 127.0 * torch.finfo(torch.float32).tiny
 
 
 def quantize_rows_s8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes bf16 [M, K] to (int8 [M, K], float32 [M]), one symmetric scale a row.
+    """Quantizes bf16 or float32 [M, K] to (int8 [M, K], float32 [M]), one symmetric scale a row.
 
     q = round_half_even(x * (127 / max|x|)) and scale = max|x| / 127, in float32, each operation rounded
     once. Rows with max|x| below 127 times the smallest normal float32 count as zero (scale 0); rows with a
@@ -30,6 +30,30 @@ def quantize_rows_s8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 CHUNK_W8 = 256
 
 
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] in float32, times an orthonormal Hadamard matrix block by block.
+
+    Blocks are of 256 columns; what is left is split into blocks of 128, 64, 32 and 16, and the last few
+    columns stay. A block is multiplied by 1 / sqrt(size); then columns i and i + d become their sum and their
+    difference, for d = 1, 2, 4 and so on. Rotated twice, x is x again, but for rounding.
+    """
+    result = x.float().clone()
+    begin, size = 0, CHUNK_W8
+    while size >= 16:
+        blocks = (x.shape[1] - begin) // size
+        part = result[:, begin : begin + blocks * size].reshape(-1, size) * size**-0.5
+        distance = 1
+        while distance < size:
+            pairs = part.view(-1, size // (2 * distance), 2, distance)
+            low, high = pairs[:, :, 0], pairs[:, :, 1]
+            part = torch.stack([low + high, low - high], dim=2).view(-1, size)
+            distance *= 2
+        result[:, begin : begin + blocks * size] = part.reshape(len(x), blocks * size)
+        begin += blocks * size
+        size //= 2
+    return result
+
+
 def _chunks(x: torch.Tensor, chunk: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Columns of x [M, K], their codes in float64 and the scale [M, 1] of each row of codes."""
     for begin in range(0, x.shape[1], chunk):
@@ -39,16 +63,22 @@ def _chunks(x: torch.Tensor, chunk: int) -> Iterator[tuple[slice, torch.Tensor, 
 
 
 def linear_w8a8(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """x [M, K] times (codes int8 [N, K] * scale [N]) transposed, plus bias [N].
 
     Every 256 values of a row of x are quantized with a scale of their own. Sums over them are exact; times
     that scale they are added in float32, one after the other, then times `scale`, plus bias, each step
-    rounded once, and at last to x's dtype.
+    rounded once, and at last to x's dtype. rotated: rotate(x) is quantized, for codes of a weight that
+    was rotated.
     """
     total = torch.zeros(x.shape[0], codes.shape[0])
-    for part, q, q_scale in _chunks(x, CHUNK_W8):
+    for part, q, q_scale in _chunks(rotate(x) if rotated else x, CHUNK_W8):
         total = total + (q @ codes[:, part].double().t()).float() * q_scale
     return _finish(total * scale.float(), bias, x.dtype)
 

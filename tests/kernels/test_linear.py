@@ -15,7 +15,7 @@ from vllm_zen import ops, ops_linear, reference
 ROWS = [0, 1, 2, 5, 6, 7, 13, 19, 31]
 COLUMNS = [1, 15, 16, 17, 64, 65, 1003]
 DEPTHS = [1, 3, 32, 100, 128, 129, 390, 800]
-SCHEMES = ["w8", "w4 g32", "w4 g64", "w4 g128", "w4 g32 offset", "w4 g128 offset"]
+SCHEMES = ["w8", "w8 rotated", "w4 g32", "w4 g64", "w4 g128", "w4 g32 offset", "w4 g128 offset"]
 
 
 @dataclass
@@ -31,14 +31,15 @@ class Layer:
     def expected(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.group:
             return reference.linear_w4a8(x, self.codes, self.scale, self.offset, self.group, bias)
-        return reference.linear_w8a8(x, self.codes, self.scale, bias)
+        return reference.linear_w8a8(x, self.codes, self.scale, bias, rotated=self.packed.rotated)
 
 
 def pack(scheme: str, codes: torch.Tensor, generator: torch.Generator) -> Layer:
     columns, depth = codes.shape
-    if scheme == "w8":
+    if scheme.startswith("w8"):
         scale = torch.rand(columns, generator=generator) * 0.01
-        return Layer(codes, scale, None, 0, ops_linear.Int8Weight.pack(codes, scale))
+        packed = ops_linear.Int8Weight.pack(codes, scale, rotated="rotated" in scheme)
+        return Layer(codes, scale, None, 0, packed)
     group = int(scheme.split()[1][1:])
     shape = (columns, -(-depth // group))
     scale = torch.rand(shape, generator=generator) * 0.01
@@ -52,7 +53,7 @@ def pack(scheme: str, codes: torch.Tensor, generator: torch.Generator) -> Layer:
 
 def random_layer(scheme: str, columns: int, depth: int, seed: int = 0) -> Layer:
     generator = torch.Generator().manual_seed(seed)
-    low, high, dtype = (-128, 128, torch.int8) if scheme == "w8" else (0, 16, torch.uint8)
+    low, high, dtype = (-128, 128, torch.int8) if scheme.startswith("w8") else (0, 16, torch.uint8)
     codes = torch.randint(low, high, (columns, depth), generator=generator).to(dtype)
     return pack(scheme, codes, generator)
 
@@ -93,7 +94,7 @@ def test_every_depth(isa, threads, scheme, depth):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("scheme", ["w8", "w4 g32", "w4 g128 offset"])
+@pytest.mark.parametrize("scheme", ["w8", "w8 rotated", "w4 g32", "w4 g128 offset"])
 def test_every_width_and_row_count(isa, scheme, columns, dtype):
     layer = random_layer(scheme, columns, 160)
     for rows in ROWS:
@@ -104,6 +105,20 @@ def test_a_bias_in_bf16(isa):
     layer, x = random_layer("w8", 70, 64), random_rows(3, 64)
     bias = torch.randn(70, generator=torch.Generator().manual_seed(7)).bfloat16()
     assert torch.equal(layer.packed.linear(x, bias), layer.packed.linear(x, bias.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("depth", [35, 300])
+def test_rows_of_a_rotated_weight_are_turned_back(isa, depth, dtype):
+    weight = torch.randn(70, depth, generator=torch.Generator().manual_seed(5))
+    codes, scale = ops.quantize_rows_s8(weight, rotate=True)
+    packed = ops_linear.Int8Weight.pack(codes, scale, rotated=True)
+    rows = packed.look_up(torch.arange(70), dtype)
+    assert torch.equal(rows, reference.rotate(codes.float() * scale[:, None]).to(dtype))
+    # Codes are off by half at most, turning keeps norms, then comes the rounding to the output's dtype.
+    off = (rows.float() - weight).norm(dim=1)
+    rounding = (torch.finfo(dtype).eps + 1e-6) * weight.norm(dim=1)
+    assert (off <= 0.5 * scale * depth**0.5 + rounding).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -130,8 +145,8 @@ def test_extreme_codes(isa, code, activation):
     x = torch.full((3, 512), activation).bfloat16()
     codes = torch.full((20, 512), code, dtype=torch.int16)
     for scheme in SCHEMES:
-        if scheme == "w8" or 0 <= code < 16:
-            dtype = torch.int8 if scheme == "w8" else torch.uint8
+        if scheme.startswith("w8") or 0 <= code < 16:
+            dtype = torch.int8 if scheme.startswith("w8") else torch.uint8
             assert_equal(pack(scheme, codes.to(dtype), torch.Generator().manual_seed(2)), x)
 
 
@@ -152,7 +167,7 @@ def test_one_outlier_a_row_and_scales_of_zero(isa, scheme):
 
 
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("scheme", ["w8", "w4 g128"])
+@pytest.mark.parametrize("scheme", ["w8", "w8 rotated", "w4 g128"])
 def test_a_fault_stays_in_its_row(isa, scheme, fault):
     layer, x = random_layer(scheme, 40, 256), random_rows(8, 256)
     clean = layer.packed.linear(x)
@@ -233,12 +248,12 @@ def test_pack_refuses():
         ops_linear.Int8Weight.pack(codes, torch.ones(4))
 
 
-@pytest.mark.parametrize("scheme", ["w8", "w4 g32 offset"])
+@pytest.mark.parametrize("scheme", ["w8", "w8 rotated", "w4 g32 offset"])
 def test_opcheck_and_compile(isa, scheme):
     layer, x = random_layer(scheme, 40, 96), random_rows(3, 96)
     packed = layer.packed
     if isinstance(packed, ops_linear.Int8Weight):
-        arguments = (x, packed.weight, packed.scale, None, 40)
+        arguments = (x, packed.weight, packed.scale, None, 40, packed.rotated)
         torch.library.opcheck(torch.ops.vllm_zen.linear_w8a8.default, arguments)
     else:
         arguments = (x, packed.weight, packed.scale, packed.offset, None, 40)

@@ -1,5 +1,7 @@
 """quantize_rows_s8 equals its reference exactly, on every table and for every thread count."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,9 +12,9 @@ COLUMNS = [0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 250, 251, 1003, 4096]
 TINY = torch.finfo(torch.float32).tiny
 
 
-def assert_equals_reference(x: torch.Tensor) -> None:
-    q, scale = ops.quantize_rows_s8(x)
-    expected_q, expected_scale = reference.quantize_rows_s8(x)
+def assert_equals_reference(x: torch.Tensor, *, rotate: bool = False) -> None:
+    q, scale = ops.quantize_rows_s8(x, rotate=rotate)
+    expected_q, expected_scale = reference.quantize_rows_s8(reference.rotate(x) if rotate else x)
     assert q.dtype == torch.int8 and scale.dtype == torch.float32
     assert q.is_contiguous() and q.shape == x.shape
     different = (q != expected_q).nonzero()
@@ -28,7 +30,42 @@ def assert_equals_reference(x: torch.Tensor) -> None:
 def test_equals_reference(isa, threads, rows, columns):
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
     spread = torch.rand(rows, 1, generator=generator) * 80 - 40  # row magnitudes from 2^-40 to 2^40
-    assert_equals_reference((torch.randn(rows, columns, generator=generator) * 2**spread).bfloat16())
+    x = torch.randn(rows, columns, generator=generator) * 2**spread
+    for values in (x, x.bfloat16()):
+        assert_equals_reference(values)
+        assert_equals_reference(values, rotate=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "blocks"), [(16, [16]), (300, [256, 32]), (255, [128, 64, 32, 16]), (7, [])]
+)
+def test_rotation_is_by_hadamard_matrices(columns, blocks):
+    """The reference against a matrix made otherwise: its sign at (i, j) is the parity of i & j."""
+    matrix, begin = torch.eye(columns, dtype=torch.float64), 0
+    for size in blocks:
+        signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
+        matrix[begin : begin + size, begin : begin + size] = signs * size**-0.5
+        begin += size
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(6))
+    rotated = reference.rotate(x)
+    # A rounding of the factor, one of the product and eight of sums of up to 256 values.
+    bound = 10 * torch.finfo(torch.float32).eps * x.double().abs() @ matrix.abs()
+    assert ((rotated.double() - x.double() @ matrix).abs() <= bound).all()
+    back = reference.rotate(rotated)
+    assert (
+        (back - x).norm(dim=1) <= 20 * torch.finfo(torch.float32).eps * math.sqrt(columns) * x.norm(dim=1)
+    ).all()
+
+
+def test_rotation_takes_the_scale_from_outliers(isa):
+    """One value a hundred times the others: without rotation it leaves them hardly a code."""
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(7))
+    x[:, 17] = 100.0
+    q, scale = ops.quantize_rows_s8(x)
+    plain = (q.float() * scale[:, None] - x).norm()
+    q, scale = ops.quantize_rows_s8(x, rotate=True)
+    rotated = (reference.rotate(q.float() * scale[:, None]) - x).norm()
+    assert rotated < plain / 4
 
 
 @pytest.mark.parametrize(
@@ -97,7 +134,7 @@ def test_thread_counts_agree(isa):
     [
         (torch.zeros(3, dtype=torch.bfloat16), "x must be [M, K], got 1 dimensions"),
         (torch.zeros(2, 3, 4, dtype=torch.bfloat16), "x must be [M, K], got 3 dimensions"),
-        (torch.zeros(2, 3), "x must be bfloat16, got Float"),
+        (torch.zeros(2, 3).half(), "x must be bfloat16 or float32, got Half"),
         (
             torch.zeros(4, 3, dtype=torch.bfloat16).t(),
             "the last dimension of x must be contiguous, got stride 3",
@@ -114,3 +151,4 @@ def test_refuses(x, message):
 def test_opcheck(isa):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     torch.library.opcheck(torch.ops.vllm_zen.quantize_rows_s8.default, (x,))
+    torch.library.opcheck(torch.ops.vllm_zen.quantize_rows_s8.default, (x.float(), True))

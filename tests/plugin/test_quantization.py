@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_zen import ops, ops_linear
+from vllm_zen import ops, ops_linear, reference
 from vllm_zen.errors import ModelError, UnsupportedError
 from vllm_zen.quantization import weights
 from vllm_zen.quantization.settings import Scheme, Settings
@@ -67,9 +67,12 @@ def test_portable_kernels_run_only_when_asked_for(monkeypatch):
 
 
 def test_wrong_settings_are_refused_before_weights_are_read(engine_config):
+    """By the platform, which on another CPU is asked here and by nobody else."""
+    from vllm_zen.platform import ZenCpuPlatform
+
     given = {"vllm_zen": {"quantization": {"group_size": 100}}}
     with pytest.raises(Exception, match="group_size=100 must be one of 32, 64, 128"):
-        engine_config("tied", quantization="zen_int4", additional_config=given)
+        ZenCpuPlatform.check_and_update_config(engine_config("tied", additional_config=given))
 
 
 def linear(config: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
@@ -99,6 +102,7 @@ def linear(config: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) 
     ("method", "settings"),
     [
         ("zen_int8", Settings()),
+        ("zen_int8", Settings(rotate=False)),
         ("zen_int4", Settings(group_size=32)),
         ("zen_int4", Settings(zero_points=True)),
     ],
@@ -142,7 +146,12 @@ def test_a_group_that_does_not_divide_a_rank_is_refused(configs):
 
 def test_slabs_make_no_difference(monkeypatch):
     weight = torch.randn(300, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for scheme in (Scheme("int8"), Scheme("int4", 64), Scheme("int4", 32, True)):
+    for scheme in (
+        Scheme("int8"),
+        Scheme("int8", rotated=True),
+        Scheme("int4", 64),
+        Scheme("int4", 32, True),
+    ):
         whole = weights.quantize(weight, scheme, "")
         with monkeypatch.context() as patch:
             patch.setattr(weights, "SLAB", 128 * 70)
@@ -151,12 +160,13 @@ def test_slabs_make_no_difference(monkeypatch):
         assert all(torch.equal(whole[name], in_slabs[name]) for name in whole)
 
 
+@pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("embedding", ["bf16", "head"])
-def test_a_tied_head_reads_the_table(configs, process_group, embedding):
+def test_a_tied_head_reads_the_table(configs, process_group, embedding, rotate):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    config = configs["zen_int4"](Settings(embedding=embedding))
+    config = configs["zen_int4"](Settings(embedding=embedding, rotate=rotate))
     rows = torch.randn(100, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     with set_current_vllm_config(VllmConfig()):
         made = {"params_dtype": torch.bfloat16, "quant_config": config}
@@ -165,11 +175,12 @@ def test_a_tied_head_reads_the_table(configs, process_group, embedding):
         table.weight.weight_loader(table.weight, rows)
         for layer in (table, head, table, head):
             layer.quant_method.process_weights_after_loading(layer)
-    codes, scale = ops.quantize_rows_s8(rows)
-    expected = ops_linear.Int8Weight.pack(codes, scale).linear(rows[:3])
+    codes, scale = ops.quantize_rows_s8(rows, rotate=rotate)
+    expected = ops_linear.Int8Weight.pack(codes, scale, rotated=rotate).linear(rows[:3])
     assert torch.equal(head.quant_method.apply(head, rows[:3])[:, :100], expected)
     assert table.weight.numel() == (0 if embedding == "head" else 128 * 64)
     ids = torch.tensor([7, 99, 0])
-    quantized = (codes.float() * scale[:, None]).bfloat16()
+    quantized = codes.float() * scale[:, None]
+    quantized = (reference.rotate(quantized) if rotate else quantized).bfloat16()
     assert torch.equal(table(ids), (quantized if embedding == "head" else rows)[ids])
     assert "head int8" in config.describe()

@@ -18,7 +18,7 @@ def read(**given):
 def test_defaults():
     settings = read()
     assert settings == Settings(group_size=128, act_bits=8, zero_points=False, head="int8", embedding="bf16")
-    assert settings.scheme_of(INT8, QKV) == Scheme("int8")
+    assert settings.scheme_of(INT8, QKV) == Scheme("int8", rotated=True)
     assert settings.scheme_of(INT4, QKV) == Scheme("int4", 128)
 
 
@@ -28,10 +28,11 @@ def test_defaults():
         ({"group_size": 32}, Scheme("int4", 32), "int4 g32 (w4a8)"),
         ({"zero_points": True}, Scheme("int4", 128, True), "int4 g128 zero points (w4a8)"),
         ({"act_bits": 16}, Scheme("int4", 128, False, 16), "int4 g128 (w4a16)"),
-        ({"layers": {"*.qkv_proj": "int8"}}, Scheme("int8"), "int8 (w8a8)"),
+        ({"layers": {"*.qkv_proj": "int8"}}, Scheme("int8", rotated=True), "int8 (w8a8, rotated)"),
+        ({"layers": {"*": "int8"}, "rotate": False}, Scheme("int8"), "int8 (w8a8)"),
         ({"layers": {"*.mlp.*": "bf16", "*.self_attn.*": "bf16"}}, Scheme("bf16"), "bf16"),
-        ({"layers": {"*.[qkv]_proj": "int8"}}, Scheme("int8"), "int8 (w8a8)"),
-        ({"layers": {"*": "int8", "*.qkv_proj": "bf16"}}, Scheme("int8"), "int8 (w8a8)"),
+        ({"layers": {"*.[qkv]_proj": "bf16"}}, Scheme("bf16"), "bf16"),
+        ({"layers": {"*": "bf16", "*.qkv_proj": "int8"}}, Scheme("bf16"), "bf16"),
     ],
 )
 def test_what_a_layer_gets(given, scheme, text):
@@ -53,6 +54,7 @@ def test_a_part_of_a_fused_layer_is_refused():
         ),
         ({"group_size": 48}, f"{WHERE}.group_size=48 must be one of 32, 64, 128."),
         ({"group_size": "32"}, f"{WHERE}.group_size='32' must be one of 32, 64, 128."),
+        ({"rotate": "no"}, f"{WHERE}.rotate='no' must be one of true, false."),
         ({"zero_points": 1}, f"{WHERE}.zero_points=1 must be one of true, false."),
         ({"head": "int3"}, f"{WHERE}.head='int3' must be one of int8, int4, bf16."),
         ({"head": ["int8"]}, f"{WHERE}.head=['int8'] must be one of int8, int4, bf16."),

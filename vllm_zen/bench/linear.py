@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_zen import ops_linear, zentorch
+from vllm_zen import ops, ops_linear, zentorch
 from vllm_zen.bench.kernels import OurSide, Point, Side
 from vllm_zen.errors import BenchmarkError
 
@@ -175,7 +175,8 @@ class _Ours:
         self._x = x
         packed: ops_linear.Int8Weight | ops_linear.Int4Weight
         if weights.scale.dim() == 1:
-            packed = ops_linear.Int8Weight.pack(weights.codes, weights.scale)
+            codes, scale = ops.quantize_rows_s8(weights.bf16, rotate=True)  # as zen_int8 does
+            packed = ops_linear.Int8Weight.pack(codes, scale, rotated=True)
         else:
             codes = (weights.codes + 8).to(torch.uint8)
             packed = ops_linear.Int4Weight.pack(codes, weights.scale, None, GROUP)

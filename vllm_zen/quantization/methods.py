@@ -127,6 +127,7 @@ class ZenEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         """Frees the table: from now on the head's rows are looked up."""
         layer.register_buffer("zen_rows", head.zen_weight, persistent=False)
         layer.register_buffer("zen_rows_scale", head.zen_scale, persistent=False)
+        layer.zen_rows_rotated = head.quant_method.scheme.rotated
         free_weight(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -140,5 +141,10 @@ class ZenEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
             rows: torch.Tensor = super().embedding(layer, input_)
             return rows
         return ops_linear.embedding_w8(
-            input_, layer.zen_rows, layer.zen_rows_scale, layer.embedding_dim, layer.params_dtype
+            input_,
+            layer.zen_rows,
+            layer.zen_rows_scale,
+            layer.embedding_dim,
+            layer.params_dtype,
+            rotated=layer.zen_rows_rotated,
         )

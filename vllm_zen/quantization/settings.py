@@ -19,6 +19,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "group_size": (32, 64, 128),
     "act_bits": (8, 16),
     "zero_points": (True, False),
+    "rotate": (True, False),
     "head": SCHEMES,
     "embedding": ("bf16", "head"),
 }
@@ -32,6 +33,7 @@ class Scheme:
     group: int = 0  # int4
     zero_points: bool = False  # int4
     act_bits: int = 8
+    rotated: bool = False  # int8
 
     def __str__(self) -> str:
         """For the start-up line: `int8 (w8a8)`, `int4 g128 (w4a8)`, `bf16`."""
@@ -39,7 +41,8 @@ class Scheme:
             return "bf16"
         zero_points = " zero points" if self.zero_points else ""
         group = f" g{self.group}{zero_points}" if self.bits == "int4" else ""
-        return f"{self.bits}{group} (w{self.bits[-1]}a{self.act_bits})"
+        rotated = ", rotated" if self.rotated else ""
+        return f"{self.bits}{group} (w{self.bits[-1]}a{self.act_bits}{rotated})"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Settings:
     act_bits: int = 8
     # int4 with a zero point a group.
     zero_points: bool = False
+    # int8: weights and activations are rotated before they are quantized, so that no outlier sets a scale.
+    rotate: bool = True
     # The output head.
     head: Bits = "int8"
     # Look-up of token embeddings that are tied to the head: a table in bf16, or the head's int8 rows.
@@ -93,7 +98,7 @@ class Settings:
         """The scheme of that many bits, with these choices."""
         if bits == "int4":
             return Scheme(bits, self.group_size, self.zero_points, self.act_bits)
-        return Scheme(bits)
+        return Scheme(bits, rotated=bits == "int8" and self.rotate)
 
     def scheme_of(self, method: str, names: Sequence[str]) -> Scheme:
         """The scheme of a layer known by `names`: its own, and those of the layers fused into it.

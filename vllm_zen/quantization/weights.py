@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_zen import envs, ops, ops_linear, reference, zentorch
+from vllm_zen import envs, ops, ops_linear, zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import ModelError, UnsupportedError
 from vllm_zen.ops_linear import COLUMNS, Int4Weight, Int8Weight
@@ -76,7 +76,9 @@ def run(
     operands are what quantize() gave; those that the scheme has not may be None.
     """
     if scheme.bits == "int8":
-        return ops_linear.linear_w8a8(x, operands["weight"], operands["scale"], bias, columns)
+        return ops_linear.linear_w8a8(
+            x, operands["weight"], operands["scale"], bias, columns, rotated=scheme.rotated
+        )
     if scheme.act_bits == 8:
         return ops_linear.linear_w4a8(
             x, operands["weight"], operands["scale"], operands.get("offset"), bias, columns
@@ -111,8 +113,7 @@ def _slabs(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _pack(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
     if scheme.bits == "int8":
-        of = ops.quantize_rows_s8 if weight.dtype == torch.bfloat16 else reference.quantize_rows_s8
-        int8 = Int8Weight.pack(*of(weight))
+        int8 = Int8Weight.pack(*ops.quantize_rows_s8(weight, rotate=scheme.rotated), rotated=scheme.rotated)
         return {"weight": int8.weight, "scale": int8.scale}
     codes, scale, offset = ops_linear.search_groups_s4(
         weight.contiguous(), scheme.group, with_offset=scheme.zero_points, emphasis=EMPHASIS
