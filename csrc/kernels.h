@@ -123,7 +123,7 @@ struct Linear {
   const uint8_t* weight;  // w8a8: codes plus 128
   const void* scale;      // w8a8: float [blocks * 64]; w4a8: [blocks, groups, 64]
   bool scale_is_bf16;     // w4a8; else float32
-  const void* offset;     // w4a8: like scale, what a code of 0 stands for; null: -8 times the scale
+  const void* offset;     // w4a8: like scale, what a code of 8 stands for; null: 0
   const float* bias;      // [blocks * 64], or null
   void* output;           // [rows, columns]
   bool output_is_bf16;    // else float32
@@ -139,8 +139,8 @@ struct GroupSearch {
   int64_t group;  // 32, 64 or 128; the last of a row may be short
   float emphasis;
   uint8_t* codes;  // [rows, k], 0 to 15
-  bf16_t* scale;   // [rows, groups]; x is about scale * code + offset
-  bf16_t* offset;  // [rows, groups], or null: -8 * scale
+  bf16_t* scale;   // [rows, groups]; x is about scale * (code - 8) + offset
+  bf16_t* offset;  // [rows, groups], or null: 0
 };
 
 // A packed int8 weight to look rows up in (linear_w8a8's).

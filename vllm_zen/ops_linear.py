@@ -76,7 +76,7 @@ class Int4Weight:
 
     weight: torch.Tensor  # uint8 [blocks, K / 8, 64, 4]
     scale: torch.Tensor  # bfloat16 or float32 [blocks, groups, 64]
-    offset: torch.Tensor | None  # like scale; None: -8 * scale
+    offset: torch.Tensor | None  # like scale; None: 0
     shape: tuple[int, int]
 
     @classmethod
@@ -85,8 +85,8 @@ class Int4Weight:
     ) -> "Int4Weight":
         """Packs codes uint8 [N, K] of 0 to 15 with scale and offset [N, groups].
 
-        A weight is scale * code + offset; without offsets, scale * (code - 8). Both are kept in bfloat16
-        where scale is, else in float32. The last group may be short.
+        A weight is scale * (code - 8) + offset. Both are kept in bfloat16 where scale is, else in float32.
+        The last group may be short.
         Raises ValueError for another group than 32, 64 or 128, and for shapes that contradict it.
         """
         columns, k = codes.shape
@@ -191,7 +191,7 @@ def search_groups_s4(
     """Quantizes bf16 or float32 [N, K] to int4 with the scales that make the error small.
 
     Returns codes uint8 [N, K], scale bf16 [N, groups] and, if wanted, offset bf16 [N, groups]: a weight is
-    about scale * code + offset, or scale * (code - 8). The error of a weight counts
+    about scale * (code - 8) + offset. The error of a weight counts
     1 + emphasis * weight^2 / mean(weight^2 of its group). Scales may be negative: codes reach further down.
     Raises RuntimeError for another dtype, or a group other than 32, 64 and 128.
     """

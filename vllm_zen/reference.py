@@ -91,15 +91,15 @@ def linear_w4a8(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for codes uint8 [N, K], scale [N, groups] and offset [N, groups] (None: -8 * scale).
+    """The same for codes uint8 [N, K], scale [N, groups] and offset [N, groups] or None: a weight is
+    scale * (code - 8) + offset.
 
     x is quantized group by group. Sums of a group are exact; times the weights' scale, plus the sum of x's
     codes times the offset, times the activations' scale they are added in float32.
     """
     total = torch.zeros(x.shape[0], codes.shape[0])
     for index, (part, q, q_scale) in enumerate(_chunks(x, group)):
-        zero = 8.0 if offset is None else 0.0
-        sums = (q @ (codes[:, part].double() - zero).t()).float() * scale[:, index].float()
+        sums = (q @ (codes[:, part].double() - 8.0).t()).float() * scale[:, index].float()
         if offset is not None:
             sums = sums + q.sum(1, keepdim=True).float() * offset[:, index].float()
         total = total + sums * q_scale

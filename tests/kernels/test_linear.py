@@ -45,7 +45,7 @@ def pack(scheme: str, codes: torch.Tensor, generator: torch.Generator) -> Layer:
     scale = torch.rand(shape, generator=generator) * 0.01
     offset = None
     if "offset" in scheme:
-        offset = -8 * scale + torch.randn(shape, generator=generator) * 0.01
+        offset = torch.randn(shape, generator=generator) * 0.01
     else:
         scale = scale.bfloat16()
     return Layer(codes, scale, offset, group, ops_linear.Int4Weight.pack(codes, scale, offset, group))

@@ -9,9 +9,11 @@ from vllm_zen import ops, ops_linear
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
 ) -> torch.Tensor:
-    offset = -8 * scale.float() if offset is None else offset.float()
-    wide = [values.repeat_interleave(group, dim=1)[:, : codes.shape[1]] for values in (scale.float(), offset)]
-    return wide[0] * codes.float() + wide[1]
+    offset = torch.zeros_like(scale) if offset is None else offset
+    wide = [
+        values.float().repeat_interleave(group, dim=1)[:, : codes.shape[1]] for values in (scale, offset)
+    ]
+    return wide[0] * (codes.float() - 8) + wide[1]
 
 
 def absmax(weight: torch.Tensor, group: int) -> torch.Tensor:
