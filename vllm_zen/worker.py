@@ -6,6 +6,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_zen import compat, ray_worker, report
 from vllm_zen.activation import logger
+from vllm_zen.linear import dispatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +22,7 @@ class ZenWorker(CPUWorker):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, then logs what serves it."""
+        dispatch.forget()
         super().load_model(*args, **kwargs)
         compat.allocate_pipeline_input(self.model_runner)
         logger.info(report.startup_line(self.vllm_config.quant_config))

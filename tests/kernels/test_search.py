@@ -10,9 +10,7 @@ def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
 ) -> torch.Tensor:
     offset = torch.zeros_like(scale) if offset is None else offset
-    wide = [
-        values.float().repeat_interleave(group, dim=1)[:, : codes.shape[1]] for values in (scale, offset)
-    ]
+    wide = [values.float().repeat_interleave(group, dim=1)[:, : codes.shape[1]] for values in (scale, offset)]
     return wide[0] * (codes.float() - 8) + wide[1]
 
 

@@ -14,17 +14,27 @@ from vllm_zen.errors import UnsupportedError
 from vllm_zen.linear.backends import BACKENDS, Backend
 from vllm_zen.options import Options
 
-# Layers by what serves them, in this process.
+# Layers by what serves them, of the model this process loaded last.
 _served_by: Counter[str] = Counter()
 
 
 def summary() -> str:
-    """What serves the layers of this process: `zentorch (prepacked)`, or counts where it is more than one."""
+    """What serves the loaded model's layers: `zentorch (prepacked)`, or counts where it is more than one."""
     if not _served_by:
         return "none"
     if len(_served_by) == 1:
         return next(iter(_served_by))
     return ", ".join(f"{name} x{count}" for name, count in _served_by.most_common())
+
+
+def count(name: str) -> None:
+    """Counts a layer that `name` serves, for summary()."""
+    _served_by[name] += 1
+
+
+def forget() -> None:
+    """Starts the counts of summary() again: a process may load one model after another."""
+    _served_by.clear()
 
 
 def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -75,7 +85,7 @@ def select(weight: torch.Tensor) -> tuple[Backend | None, list[str]]:
 
 def _attach(layer: Any, remove_weight: bool) -> str:
     name = choose(layer.weight).attach(layer, remove_weight)
-    _served_by[name] += 1
+    count(name)
     return name
 
 
@@ -139,7 +149,7 @@ def _attach_head(layer: Any, policy: _HeadPolicy) -> None:
     """The output head: an untied one gives up its original, a tied one is packed unless told otherwise."""
     if policy.tied and not policy.pack_tied:
         layer.cpu_linear = torch.nn.functional.linear
-        _served_by["torch (tied head)"] += 1
+        count("torch (tied head)")
         return
     size = layer.weight.nbytes
     backend = _attach(layer, remove_weight=not policy.tied and not policy.weight_is_read)

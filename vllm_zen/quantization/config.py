@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.options import Options
-from vllm_zen.quantization import weights
+from vllm_zen.quantization import act_order, weights
 from vllm_zen.quantization.methods import ZenEmbeddingMethod, ZenHeadMethod, ZenLinearMethod
 from vllm_zen.quantization.settings import INT4, INT8, Scheme, Settings
 
@@ -132,6 +132,7 @@ class ZenInt4Config(ZenConfig):
 
 def register() -> None:
     """Tells vLLM the methods' names. Again: nothing. Raises UnsupportedError where another plugin has one."""
+    act_order.register()
     for config in (ZenInt8Config, ZenInt4Config):
         try:
             existing = get_quantization_config(config.name)

@@ -17,10 +17,7 @@ from vllm_zen.errors import UnsupportedError
 from vllm_zen.linear.backends import free_weight
 from vllm_zen.quantization import weights
 from vllm_zen.quantization.settings import Scheme
-
-# The operands of a layer are buffers of these names, so a traced graph takes them as inputs.
-OPERAND = "zen_"
-OPERANDS = ("weight", "scale", "offset")
+from vllm_zen.quantization.weights import OPERAND
 
 
 @register_weight_loader_v2_supported_method
@@ -80,8 +77,7 @@ class ZenLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] through the layer."""
-        operands = {name: getattr(layer, OPERAND + name, None) for name in OPERANDS}
-        return weights.run(self.scheme, operands, x, bias, layer.zen_columns)
+        return weights.run(self.scheme, weights.operands_of(layer), x, bias, layer.zen_columns)
 
 
 class ZenHeadMethod(ZenLinearMethod):

@@ -18,6 +18,9 @@ SLAB = 2**24
 # What the error of a weight counts more by where the weight is large; see search_groups_s4().
 EMPHASIS = 1.0
 SECONDS_BETWEEN_REPORTS = 5.0
+# The operands of a layer are buffers of these names, so a traced graph takes them as inputs.
+OPERAND = "zen_"
+OPERANDS = ("weight", "scale", "offset")
 
 
 class Progress:
@@ -30,13 +33,17 @@ class Progress:
 
     def add(self, values: int) -> None:
         """Counts a layer."""
-        # What quantizing took in between would stay with the process: a GiB of a model of a billion.
-        ctypes.CDLL(None).malloc_trim(0)
+        return_memory()
         self.layers += 1
         self.values += values
         if time.monotonic() - self._reported > SECONDS_BETWEEN_REPORTS:
             self._reported = time.monotonic()
             logger.info("quantized %d layers, %.2f billion weights", self.layers, self.values / 1e9)
+
+
+def return_memory() -> None:
+    """After a layer: what packing it took in between would stay with the process, a GiB a billion weights."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme, name: str) -> dict[str, torch.Tensor]:
@@ -50,7 +57,9 @@ def quantize(weight: torch.Tensor, scheme: Scheme, name: str) -> dict[str, torch
             'or keep the layer as it is: {"vllm_zen": {"quantization": {"layers": {"' + name + '": "bf16"}}}}'
         )
     if scheme.act_bits == 16:
-        return _w4a16(weight, scheme)
+        _check_w4a16(weight, scheme)
+        codes, scale, _ = ops_linear.search_groups_s4(weight.contiguous(), scheme.group, emphasis=EMPHASIS)
+        return pack_int4(codes, scale, None, scheme)
     operands: dict[str, torch.Tensor] = {}
     done = 0  # blocks of columns
     for slab in _slabs(weight):
@@ -84,9 +93,41 @@ def run(
             x, operands["weight"], operands["scale"], operands.get("offset"), bias, columns
         )
     flat = x.reshape(-1, x.shape[-1])
-    output = zentorch.ops().zentorch_woq_linear(flat, operands["weight"].t(), operands["scale"], None, bias)
+    output = zentorch.ops().zentorch_woq_linear(
+        flat, operands["weight"].t(), operands["scale"], operands.get("offset"), bias
+    )
     result: torch.Tensor = output.view(*x.shape[:-1], columns)
     return result
+
+
+def operands_of(layer: Any) -> dict[str, Any]:
+    """The operands that a layer holds; None for those it has not."""
+    return {name: getattr(layer, OPERAND + name, None) for name in OPERANDS}
+
+
+def pack_int8(codes: torch.Tensor, scale: torch.Tensor, *, rotated: bool = False) -> dict[str, torch.Tensor]:
+    """The operands of a weight of codes int8 [N, K] and scale [N]."""
+    int8 = Int8Weight.pack(codes, scale, rotated=rotated)
+    return {"weight": int8.weight, "scale": int8.scale}
+
+
+def pack_int4(
+    codes: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None, scheme: Scheme
+) -> dict[str, torch.Tensor]:
+    """The operands of a weight scale * (codes - zero_points): codes uint8 [N, K], the others [N, groups].
+
+    None for zero points of 8. With act_bits=16, K must be whole groups.
+    """
+    if scheme.act_bits == 16:
+        signed = codes.to(torch.int8) - (8 if zero_points is None else 0)
+        packed = zentorch.ops().zentorch_woq_repack_weight(signed.contiguous())
+        operands = {"weight": packed, "scale": scale.t().contiguous()}
+        offset = None if zero_points is None else zero_points.to(torch.int8).t().contiguous()
+    else:
+        offset = None if zero_points is None else (8 - zero_points.to(scale.dtype)) * scale
+        int4 = Int4Weight.pack(codes, scale, offset, scheme.group)
+        operands, offset = {"weight": int4.weight, "scale": int4.scale}, int4.offset
+    return operands if offset is None else {**operands, "offset": offset}
 
 
 def check_table() -> None:
@@ -113,8 +154,7 @@ def _slabs(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _pack(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
     if scheme.bits == "int8":
-        int8 = Int8Weight.pack(*ops.quantize_rows_s8(weight, rotate=scheme.rotated), rotated=scheme.rotated)
-        return {"weight": int8.weight, "scale": int8.scale}
+        return pack_int8(*ops.quantize_rows_s8(weight, rotate=scheme.rotated), rotated=scheme.rotated)
     codes, scale, offset = ops_linear.search_groups_s4(
         weight.contiguous(), scheme.group, with_offset=scheme.zero_points, emphasis=EMPHASIS
     )
@@ -123,8 +163,7 @@ def _pack(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
     return operands if int4.offset is None else {**operands, "offset": int4.offset}
 
 
-def _w4a16(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
-    """zentorch's layout: int32 [N, K / 8], scale [groups, N]."""
+def _check_w4a16(weight: torch.Tensor, scheme: Scheme) -> None:
     ok, reason = zentorch.supports_linear(torch.bfloat16)
     if not ok or weight.dtype != torch.bfloat16:
         raise UnsupportedError(
@@ -136,6 +175,3 @@ def _w4a16(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
             f"act_bits=16 takes inputs that are a multiple of the group of {scheme.group}, not "
             f"{weight.shape[1]}. Use act_bits=8 or another group_size."
         )
-    codes, scale, _ = ops_linear.search_groups_s4(weight.contiguous(), scheme.group, emphasis=EMPHASIS)
-    packed = zentorch.ops().zentorch_woq_repack_weight((codes.to(torch.int8) - 8).contiguous())
-    return {"weight": packed, "scale": scale.t().contiguous()}
