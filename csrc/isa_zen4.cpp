@@ -13,6 +13,7 @@
 #include "gemm_w8a8.inc"
 #include "gemm_w4a8.inc"
 #include "search_s4.inc"
+#include "moe.inc"
 
 namespace vllm_zen {
 
@@ -27,6 +28,8 @@ const Kernels kernels_zen4 = {
     /*linear_w4a8=*/linear_w4a8,
     /*search_groups_s4=*/search_groups_s4,
     /*rows_w8=*/rows_w8,
+    /*gate=*/gate,
+    /*combine=*/combine,
 };
 
 }  // namespace vllm_zen

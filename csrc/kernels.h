@@ -154,6 +154,27 @@ struct RowsW8 {
   bool output_is_bf16;
 };
 
+enum class Activation { kSilu, kGelu, kGeluTanh };
+
+// What stands between the layers of an expert: activation(gate) * up, written over the gates.
+struct Gate {
+  void* rows;    // [rows, 2, k]: gates and ups
+  bool is_bf16;  // else float32
+  int64_t k;
+  Activation activation;
+};
+
+// The results of a token's experts, weighted and added up.
+struct Combine {
+  const void* results;  // [pairs, columns]
+  bool is_bf16;         // and the output; else float32
+  int64_t columns;
+  const float* weights;   // [tokens, top_k]
+  const int64_t* row_of;  // [tokens, top_k]: row of results; -1: none
+  int64_t top_k;
+  void* output;  // [tokens, columns]
+};
+
 struct Kernels {
   // The name VLLM_ZEN_ISA takes.
   const char* isa;
@@ -196,6 +217,12 @@ struct Kernels {
 
   // Dequantizes output rows [begin, end).
   void (*rows_w8)(const RowsW8& lookup, int64_t begin, int64_t end);
+
+  // Rows [begin, end); values are computed in float32.
+  void (*gate)(const Gate& call, int64_t begin, int64_t end);
+
+  // Tokens [begin, end); added in float32 in the order of a token's choices.
+  void (*combine)(const Combine& call, int64_t begin, int64_t end);
 };
 
 // The tables. One a file isa_*.cpp; only those this build can compile are defined.

@@ -1,34 +1,20 @@
-// Quantized linear layers at torch's boundary: schemas, argument checks, and which thread works on what.
+// Quantized linear layers at torch's boundary: schemas and argument checks.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <optional>
 #include <tuple>
-#include <vector>
 
-#include "kernels.h"
-#include "ops.h"
+#include "linear_call.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using vllm_zen::check;
+using vllm_zen::divide_up;
 using vllm_zen::kColumns;
 using vllm_zen::Linear;
-
-using LinearKernel = decltype(vllm_zen::Kernels::linear_w8a8);
-
-void check(const Tensor& tensor, const char* name, ScalarType type, int64_t dimensions, const char* shape) {
-  vllm_zen::check_kind(tensor, name, type, dimensions, shape);
-  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
-}
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+using vllm_zen::PackedWeight;
 
 // x as rows: [..., K] with any strides that leave the last dimension contiguous in two dimensions.
 Tensor as_rows(const Tensor& x, int64_t k) {
@@ -36,78 +22,6 @@ Tensor as_rows(const Tensor& x, int64_t k) {
     return x;
   }
   return torch::stable::view(torch::stable::contiguous(x), {x.numel() / k, k});
-}
-
-// The codes of x and what else a linear kernel wants of it. Owns the memory that `call` points to.
-struct Quantized {
-  Tensor rows;
-  Tensor codes;
-  Tensor sums_and_scales;  // 4 bytes each
-  vllm_zen::Activations to;
-
-  Quantized(const Tensor& x, int64_t padded_k, int64_t chunk, bool rotate) : rows(x) {
-    const int64_t parts = divide_up(padded_k, chunk) * x.size(0);
-    codes = torch::stable::new_empty(x, {parts * chunk}, ScalarType::Char);
-    sums_and_scales = torch::stable::new_empty(x, {2 * parts}, ScalarType::Float);
-    to.x = x.data_ptr();
-    to.x_is_bf16 = x.scalar_type() == ScalarType::BFloat16;
-    to.x_stride = x.stride(0);
-    to.rows = x.size(0);
-    to.k = x.size(1);
-    to.padded_k = padded_k;
-    to.chunk = chunk;
-    to.rotate = rotate;
-    to.codes = static_cast<int8_t*>(codes.data_ptr());
-    to.scales = static_cast<float*>(sums_and_scales.data_ptr());
-    to.code_sums = reinterpret_cast<int32_t*>(to.scales + parts);
-  }
-
-  void run(const vllm_zen::Kernels& kernels) const {
-    // One core quantizes 64 KiB in about the time that waking another takes.
-    constexpr int64_t kValuesWorthAThread = 32 * 1024;
-    const int64_t grain = std::max<int64_t>(1, kValuesWorthAThread / std::max<int64_t>(to.k, 1));
-    torch::stable::parallel_for(
-        0, to.rows, grain, [&](int64_t begin, int64_t end) { kernels.quantize_activations(to, begin, end); });
-  }
-
-  void describe(Linear& call) const {
-    call.codes = to.codes;
-    call.code_sums = to.code_sums;
-    call.code_scales = to.scales;
-    call.rows = to.rows;
-    call.k = to.padded_k;
-    call.chunk = to.chunk;
-  }
-};
-
-// Hands out pieces of rows and blocks until none is left: a core that others slow down takes fewer.
-void run_on_threads(const Linear& call, int64_t blocks, LinearKernel kernel) {
-  // Rows of a piece: half a MiB of codes, half of L2, but enough that reading weights costs little.
-  constexpr int64_t kCodeBytes = 512 * 1024;
-  const int64_t most =
-      std::clamp<int64_t>(kCodeBytes / std::max<int64_t>(call.k, 1), 48, vllm_zen::kMaxLinearRows);
-  const int64_t row_pieces = divide_up(call.rows, most);
-  const int64_t rows = divide_up(call.rows, std::max<int64_t>(row_pieces, 1));
-  // Multiplications one core does while another wakes up, about 5 us.
-  constexpr int64_t kWorthAThread = 512 * 1024;
-  const int64_t work = call.rows * blocks * kColumns * call.k;
-  const int64_t threads =
-      std::clamp<int64_t>(work / kWorthAThread, 1, std::max<int64_t>(1, torch::stable::get_num_threads()));
-  // Eight pieces a thread even out what the threads get; one piece streams through memory without a gap.
-  const int64_t piece =
-      threads == 1 ? std::max<int64_t>(blocks, 1) : std::max<int64_t>(1, blocks / (threads * 8));
-  const int64_t block_pieces = divide_up(blocks, piece);
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker) {
-      for (int64_t i = next++; i < row_pieces * block_pieces; i = next++) {
-        const int64_t row = i / block_pieces * rows;
-        const int64_t block = i % block_pieces * piece;
-        kernel(call, row, std::min(row + rows, call.rows), block, std::min(block + piece, blocks),
-               vllm_zen::thread_scratch<vllm_zen::kLinearScratch>());
-      }
-    }
-  });
 }
 
 // A bias of whole blocks of float32: the kernels read registers.
@@ -143,93 +57,45 @@ struct Bias {
   }
 };
 
-// [..., K] times a weight of `columns`, of which padded_k of K are packed. Checks x, and allocates the
-// output.
-Tensor output_of(const Tensor& x, int64_t columns, int64_t blocks, int64_t padded_k, int64_t step) {
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Float,
-                  "x must be bfloat16 or float32, got ", torch::headeronly::toString(x.scalar_type()));
+Tensor run(const Tensor& x, const PackedWeight& weight, const std::optional<Tensor>& bias, int64_t columns,
+           bool rotate) {
+  vllm_zen::check_x(x);
   STD_TORCH_CHECK(x.dim() >= 1, "x must be [..., K], got 0 dimensions");
+  weight.check_k(x);
+  weight.check_columns(columns);
   const int64_t k = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(k > 0, "x must have a K of at least 1, got 0");
-  STD_TORCH_CHECK(k <= padded_k && padded_k - k < step, "x must have the weight's K, ", padded_k - step + 1,
-                  " to ", padded_k, ", got ", k);
-  STD_TORCH_CHECK(columns >= 0 && divide_up(columns, kColumns) == blocks, "columns must fill the weight's ",
-                  blocks, " blocks of ", kColumns, ", got ", columns);
   std::vector<int64_t> shape;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) {
     shape.push_back(x.size(i));
   }
   shape.push_back(columns);
-  return torch::stable::new_empty(x, shape, x.scalar_type());
-}
-
-Tensor run(const Tensor& x, Linear& call, int64_t blocks, int64_t padded_k, int64_t chunk, int64_t step,
-           int64_t columns, const std::optional<Tensor>& bias, bool rotate, LinearKernel kernel) {
-  Tensor output = output_of(x, columns, blocks, padded_k, step);
+  Tensor output = torch::stable::new_empty(x, shape, x.scalar_type());
   const Bias padded(bias, columns);
   if (output.numel() == 0) {
     return output;
   }
-  const vllm_zen::Kernels& kernels = vllm_zen::kernels();
-  const Quantized quantized(as_rows(x, x.size(x.dim() - 1)), padded_k, chunk, rotate);
-  quantized.run(kernels);
+  const vllm_zen::Quantized quantized(as_rows(x, k), weight, rotate);
+  quantized.run(vllm_zen::kernels());
+  Linear call{};
   quantized.describe(call);
-  call.bias = padded.data;
   call.output = output.data_ptr();
   call.output_is_bf16 = x.scalar_type() == ScalarType::BFloat16;
   call.output_stride = columns;
   call.columns = columns;
-  run_on_threads(call, blocks, kernel);
+  std::vector<vllm_zen::RowRange> pieces;
+  vllm_zen::append_pieces(pieces, {0, 0, call.rows}, call.k);
+  vllm_zen::run_on_threads(call, weight, padded.data, pieces);
   return output;
 }
 
 Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
                    const std::optional<Tensor>& bias, int64_t columns, bool rotate) {
-  check(weight, "weight", ScalarType::Byte, 4, "[blocks, K / 4, 64, 4]");
-  STD_TORCH_CHECK(weight.size(2) == kColumns && weight.size(3) == 4,
-                  "weight must be [blocks, K / 4, 64, 4], got [.., ", weight.size(2), ", ", weight.size(3),
-                  "]");
-  const int64_t blocks = weight.size(0);
-  check(scale, "scale", ScalarType::Float, 1, "[blocks * 64]");
-  STD_TORCH_CHECK(scale.size(0) == blocks * kColumns, "scale must have ", blocks * kColumns, " values, got ",
-                  scale.size(0));
-  Linear call{};
-  call.weight = static_cast<const uint8_t*>(weight.data_ptr());
-  call.scale = scale.data_ptr();
-  return run(x, call, blocks, weight.size(1) * 4, vllm_zen::kChunkW8, 4, columns, bias, rotate,
-             vllm_zen::kernels().linear_w8a8);
+  return run(x, vllm_zen::packed_int8(weight, scale, false), bias, columns, rotate);
 }
 
 Tensor linear_w4a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
                    const std::optional<Tensor>& offset, const std::optional<Tensor>& bias, int64_t columns) {
-  check(weight, "weight", ScalarType::Byte, 4, "[blocks, K / 8, 64, 4]");
-  STD_TORCH_CHECK(weight.size(2) == kColumns && weight.size(3) == 4,
-                  "weight must be [blocks, K / 8, 64, 4], got [.., ", weight.size(2), ", ", weight.size(3),
-                  "]");
-  const int64_t blocks = weight.size(0);
-  const int64_t k = weight.size(1) * 8;
-  const bool is_bf16 = scale.scalar_type() == ScalarType::BFloat16;
-  check(scale, "scale", is_bf16 ? ScalarType::BFloat16 : ScalarType::Float, 3, "[blocks, groups, 64]");
-  const int64_t groups = scale.size(1);
-  const int64_t group = groups == 0 ? 0 : k / groups;
-  STD_TORCH_CHECK(scale.size(0) == blocks && scale.size(2) == kColumns, "scale must be [", blocks,
-                  ", groups, 64], got [", scale.size(0), ", ", groups, ", ", scale.size(2), "]");
-  STD_TORCH_CHECK(k == group * groups && (group == 32 || group == 64 || group == 128 || k == 0),
-                  "weight and scale must make groups of 32, 64 or 128, got ", groups, " groups of ", k,
-                  " weights");
-  if (offset.has_value()) {
-    check(*offset, "offset", scale.scalar_type(), 3, "[blocks, groups, 64]");
-    STD_TORCH_CHECK(offset->size(0) == blocks && offset->size(1) == groups && offset->size(2) == kColumns,
-                    "offset must be [", blocks, ", ", groups, ", 64], got [", offset->size(0), ", ",
-                    offset->size(1), ", ", offset->size(2), "]");
-  }
-  Linear call{};
-  call.weight = static_cast<const uint8_t*>(weight.data_ptr());
-  call.scale = scale.data_ptr();
-  call.scale_is_bf16 = is_bf16;
-  call.offset = offset.has_value() ? offset->data_ptr() : nullptr;
-  return run(x, call, blocks, k, std::max<int64_t>(group, 8), std::max<int64_t>(group, 1), columns, bias,
-             /*rotate=*/false, vllm_zen::kernels().linear_w4a8);
+  return run(x, vllm_zen::packed_int4(weight, scale, offset, false), bias, columns, false);
 }
 
 std::tuple<Tensor, Tensor, Tensor> search_groups_s4(const Tensor& weight, int64_t group, bool with_offset,

@@ -1,4 +1,4 @@
-"""Tiny Llama models with random weights and a fixed seed, built on the spot: no hub, no download."""
+"""Tiny models with random weights and a fixed seed, built on the spot: no hub, no download."""
 
 from pathlib import Path
 from typing import Any
@@ -44,5 +44,33 @@ def build_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: An
     config = LlamaConfig(**{**settings, **changes})
     model = LlamaForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
+    build_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def build_moe(folder: Path, **changes: Any) -> Path:
+    """A Qwen3-MoE of 2 layers, hidden 256, 8 experts of 96, 2 a token; `changes` go to Qwen3MoeConfig."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 2048,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{**settings, **changes})
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     build_tokenizer(folder, config.vocab_size)
     return folder

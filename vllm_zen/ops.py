@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_zen import ops_linear
+from vllm_zen import ops_linear, ops_moe
 
 LIBRARY = Path(__file__).parent / "libvllm_zen.so"
 
@@ -37,6 +37,7 @@ def load(library: Path = LIBRARY) -> NativeStatus:
         return NativeStatus(False, str(cause).strip().partition("\n")[0])
     _register_fakes()
     ops_linear.register_fakes()
+    ops_moe.register_fakes()
     return NativeStatus(True)
 
 

@@ -1,6 +1,7 @@
 """Each native op in plain torch: the oracle of the tests and of doctor's self-test."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -108,6 +109,32 @@ def linear_w4a8(
 
 def _finish(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     return (total if bias is None else total + bias).to(dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+def experts(
+    x: torch.Tensor,
+    w13: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    w2: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """ops_moe.moe() of x [M, K], token by token; w13 and w2 are the layers of every expert, as functions."""
+    total = torch.zeros(x.shape)
+    for token, row in enumerate(x.unsqueeze(1)):
+        for weight, expert in zip(topk_weights[token], topk_ids[token].tolist(), strict=True):
+            if expert >= 0:
+                gate, up = w13[expert](row).float().chunk(2, dim=-1)
+                hidden = (ACTIVATIONS[activation](gate) * up).to(x.dtype)
+                total[token] += weight * w2[expert](hidden)[0].float()
+    return total.to(x.dtype)
 
 
 KV_TILE = 32

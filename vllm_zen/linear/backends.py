@@ -31,9 +31,10 @@ class Backend(Protocol):
         """Makes the layer run on this backend; returns its name for reports, with details."""
 
 
-def free_weight(layer: Any) -> None:
+def free_weight(layer: Any, name: str = "weight") -> None:
     """Replaces layer.weight by an empty parameter of its dtype. Whoever shares the old one keeps it."""
-    layer.weight = Parameter(torch.empty(0, dtype=layer.weight.dtype), requires_grad=False)
+    empty = torch.empty(0, dtype=getattr(layer, name).dtype)
+    setattr(layer, name, Parameter(empty, requires_grad=False))
 
 
 # ZenDNN keeps its own reordered copy of a weight that was not packed, found by address and shape. A second

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -14,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.options import Options
-from vllm_zen.quantization import act_order, weights
+from vllm_zen.quantization import act_order, experts, weights
 from vllm_zen.quantization.methods import ZenEmbeddingMethod, ZenHeadMethod, ZenLinearMethod
 from vllm_zen.quantization.settings import INT4, INT8, Scheme, Settings
 
@@ -29,6 +28,7 @@ class ZenConfig(QuantizationConfig):  # type: ignore[misc]
         self._settings = settings
         self.progress = weights.Progress()
         self.schemes: dict[str, Scheme] = {}  # of the layers made so far
+        self.experts: Scheme | None = None  # of the last layer of experts
         self.head: Scheme | None = None
 
     @property
@@ -93,7 +93,8 @@ class ZenConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, VocabParallelEmbedding):
             return ZenEmbeddingMethod() if self.settings.embedding == "head" else None
         if isinstance(layer, RoutedExperts):
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            method, self.experts = experts.method_of(layer, self._scheme_of(prefix), prefix, self.progress)
+            return method
         return None
 
     def _scheme_of(self, prefix: str) -> Scheme:
@@ -111,6 +112,8 @@ class ZenConfig(QuantizationConfig):  # type: ignore[misc]
             parts = ["zen_" + next(iter(counts))]
         else:
             parts = [f"{self.name}: " + " + ".join(f"{count} x {scheme}" for scheme, count in counts.items())]
+        if self.experts is not None:
+            parts.append(f"experts {self.experts.bits}")
         if self.head is not None:
             parts.append(f"head {self.head.bits}")
         if self.settings.embedding == "head":

@@ -1,0 +1,116 @@
+"""Mixtures of experts: every expert's weights quantized as a linear layer's are, all run by one native op."""
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+
+from vllm_zen.activation import logger
+from vllm_zen.linear.backends import free_weight
+from vllm_zen.ops_linear import COLUMNS
+from vllm_zen.ops_moe import ACTIVATIONS, moe
+from vllm_zen.quantization import weights
+from vllm_zen.quantization.settings import Scheme
+
+LAYERS = ("w13", "w2")
+OPERANDS = (*weights.OPERANDS, "bias")
+
+
+def method_of(layer: Any, scheme: Scheme, prefix: str, progress: weights.Progress) -> tuple[Any, Scheme]:
+    """The method of a layer of experts and its scheme: ours, or vLLM's in bf16 with a line that says why."""
+    config = layer.moe_config
+    reason = ""
+    if scheme.bits == "bf16":
+        return UnquantizedFusedMoEMethod(config), scheme
+    if config.activation.value not in ACTIVATIONS:
+        reason = f"their activation is {config.activation.value}, ours are {', '.join(ACTIVATIONS)}"
+    elif scheme.act_bits == 16:
+        reason = "act_bits=16 has no kernel for them"
+    if reason:
+        _say_unquantized(reason)
+        return UnquantizedFusedMoEMethod(config), Scheme("bf16")
+    return ZenExpertsMethod(config, scheme, prefix, progress), scheme
+
+
+class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
+    """Experts of one scheme. vLLM's base class makes the weights on the meta device and fills them."""
+
+    supports_eplb = False  # it would move weights between ranks as vLLM laid them out
+
+    def __init__(self, moe: Any, scheme: Scheme, prefix: str, progress: weights.Progress) -> None:
+        super().__init__(moe)
+        self.scheme = scheme
+        self.prefix = prefix
+        self.progress = progress
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: what vLLM's own kernels would need."""
+        return
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantizes and packs expert by expert, and frees what was loaded. Again: nothing."""
+        if hasattr(layer, _operand("w13", "weight")):
+            return
+        self._zero_padding(layer)
+        layer.zen_intermediate = layer.w2_weight.shape[-1]
+        for name in LAYERS:
+            stacked = getattr(layer, f"{name}_weight").detach()
+            for key, operand in self._quantized(stacked, name).items():
+                layer.register_buffer(_operand(name, key), operand, persistent=False)
+            if self.moe.has_bias:
+                bias = getattr(layer, f"{name}_bias").detach().float()
+                filled = pad(bias, (0, -bias.shape[1] % COLUMNS))
+                layer.register_buffer(_operand(name, "bias"), filled, persistent=False)
+            self.progress.add(stacked.numel())
+            free_weight(layer, f"{name}_weight")
+
+    def _quantized(self, stacked: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        operands: dict[str, torch.Tensor] = {}
+        for expert, weight in enumerate(stacked):
+            parts = weights.quantize(weight, self.scheme, f"{self.prefix}.{expert}.{name}")
+            for key, part in parts.items():
+                if key not in operands:
+                    operands[key] = part.new_empty((len(stacked), *part.shape))
+                operands[key][expert] = part
+        return operands
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [tokens, K] through the experts that topk_ids [tokens, top_k] name, weighted."""
+        if layer.apply_router_weight_on_input:  # top-1 only
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids.long()]
+        w13, w2 = (self._operands(layer, name) for name in LAYERS)
+        return moe(
+            x.contiguous(),
+            w13,
+            w2,
+            topk_weights.float().contiguous(),
+            topk_ids.int().contiguous(),
+            intermediate=layer.zen_intermediate,
+            activation=layer.activation.value,
+            rotated=self.scheme.rotated,
+        )
+
+    def _operands(self, layer: Any, name: str) -> dict[str, Any]:
+        return {key: getattr(layer, _operand(name, key), None) for key in OPERANDS}
+
+
+def _operand(name: str, key: str) -> str:
+    return f"{weights.OPERAND}{name}_{key}"
+
+
+@functools.cache
+def _say_unquantized(reason: str) -> None:
+    logger.info("experts stay in bf16: %s", reason)
