@@ -141,7 +141,11 @@ void run_on_threads(const Linear& call, const PackedWeight& weight, const float*
   const int64_t threads =
       std::clamp<int64_t>(work / kWorthAThread, 1, std::max<int64_t>(1, torch::stable::get_num_threads()));
   // Eight pieces a thread even out what the threads get; one piece streams through memory without a gap.
-  const int64_t wanted = threads == 1 ? 1 : divide_up(threads * 8, std::max<int64_t>(row_pieces, 1));
+  // Experts are pieces already, of unequal size: 32 a thread in all.
+  const int64_t even = threads * 8;
+  const int64_t of_experts =
+      std::clamp<int64_t>(divide_up(threads * 32, std::max<int64_t>(row_pieces, 1)), 1, even);
+  const int64_t wanted = threads == 1 ? 1 : weight.experts == 1 ? even : of_experts;
   const int64_t piece = std::max<int64_t>(1, weight.blocks / wanted);
   const int64_t block_pieces = divide_up(weight.blocks, piece);
   std::atomic<int64_t> next{0};
