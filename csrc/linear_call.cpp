@@ -23,6 +23,20 @@ PackedWeight packed(const Tensor& weight, bool with_experts, const char* shape) 
   return result;
 }
 
+// Scales or offsets of groups.
+void check_grouped(const Tensor& tensor, const char* name, ScalarType type, const PackedWeight& weight,
+                   int64_t groups, bool with_experts) {
+  check(tensor, name, type, with_experts ? 4 : 3,
+        with_experts ? "[E, blocks, groups, 64]" : "[blocks, groups, 64]");
+  STD_TORCH_CHECK((!with_experts || tensor.size(0) == weight.experts) &&
+                      size_of(tensor, with_experts, 0) == weight.blocks &&
+                      size_of(tensor, with_experts, 1) == groups &&
+                      size_of(tensor, with_experts, 2) == kColumns,
+                  name, " must be [", with_experts ? "E, " : "", weight.blocks, ", ", groups, ", 64], got [",
+                  with_experts ? ".., " : "", size_of(tensor, with_experts, 0), ", ",
+                  size_of(tensor, with_experts, 1), ", ", size_of(tensor, with_experts, 2), "]");
+}
+
 }  // namespace
 
 PackedWeight packed_int8(const Tensor& weight, const Tensor& scale, bool with_experts) {
@@ -48,28 +62,16 @@ PackedWeight packed_int4(const Tensor& weight, const Tensor& scale, const std::o
   PackedWeight result =
       packed(weight, with_experts, with_experts ? "[E, blocks, K / 8, 64, 4]" : "[blocks, K / 8, 64, 4]");
   const bool is_bf16 = scale.scalar_type() == ScalarType::BFloat16;
-  const char* shape = with_experts ? "[E, blocks, groups, 64]" : "[blocks, groups, 64]";
   const int64_t k = size_of(weight, with_experts, 1) * 8;
-  check(scale, "scale", is_bf16 ? ScalarType::BFloat16 : ScalarType::Float, with_experts ? 4 : 3, shape);
-  const int64_t groups = size_of(scale, with_experts, 1);
+  const int64_t groups = scale.dim() == (with_experts ? 4 : 3) ? size_of(scale, with_experts, 1) : 0;
   const int64_t group = groups == 0 ? 0 : k / groups;
-  STD_TORCH_CHECK((!with_experts || scale.size(0) == result.experts) &&
-                      size_of(scale, with_experts, 0) == result.blocks &&
-                      size_of(scale, with_experts, 2) == kColumns,
-                  "scale must be ", shape, " with ", result.blocks, " blocks, got [.., ",
-                  size_of(scale, with_experts, 0), ", ", groups, ", ", size_of(scale, with_experts, 2), "]");
+  check_grouped(scale, "scale", is_bf16 ? ScalarType::BFloat16 : ScalarType::Float, result, groups,
+                with_experts);
   STD_TORCH_CHECK(k == group * groups && (group == 32 || group == 64 || group == 128 || k == 0),
                   "weight and scale must make groups of 32, 64 or 128, got ", groups, " groups of ", k,
                   " weights");
   if (offset.has_value()) {
-    check(*offset, "offset", scale.scalar_type(), with_experts ? 4 : 3, shape);
-    STD_TORCH_CHECK((!with_experts || offset->size(0) == result.experts) &&
-                        size_of(*offset, with_experts, 0) == result.blocks &&
-                        size_of(*offset, with_experts, 1) == groups &&
-                        size_of(*offset, with_experts, 2) == kColumns,
-                    "offset must be [", with_experts ? "E, " : "", result.blocks, ", ", groups,
-                    ", 64], got [", with_experts ? ".., " : "", size_of(*offset, with_experts, 0), ", ",
-                    size_of(*offset, with_experts, 1), ", ", size_of(*offset, with_experts, 2), "]");
+    check_grouped(*offset, "offset", scale.scalar_type(), result, groups, with_experts);
   }
   result.kernel = kernels().linear_w4a8;
   result.padded_k = k;

@@ -49,5 +49,19 @@ inline Floats tanh(Floats x) {
   return sub(set(1.0f), div(set(2.0f), add(e, set(1.0f))));
 }
 
+// Sixteen values from the one at `at`, of a tensor in bf16 or float32.
+inline Floats load_value(const void* from, bool is_bf16, int64_t at) {
+  return is_bf16 ? load_bf16(static_cast<const bf16_t*>(from) + at)
+                 : load(static_cast<const float*>(from) + at);
+}
+
+inline void store_value(void* to, bool is_bf16, int64_t at, Floats value) {
+  if (is_bf16) {
+    store_bf16(static_cast<bf16_t*>(to) + at, value);
+  } else {
+    store(static_cast<float*>(to) + at, value);
+  }
+}
+
 }  // namespace
 }  // namespace vllm_zen

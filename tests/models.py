@@ -7,6 +7,18 @@ import torch
 
 WORDS = ["the", "a", "of", "to", "and", "in", "is", "it", "that", "was", "for", "on", "are", "as", "with"]
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def build_tokenizer(folder: Path, vocabulary: int) -> None:
     """A word-level tokenizer over WORDS and numbered fillers, `vocabulary` entries in all."""
@@ -28,49 +40,26 @@ def build_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: An
     """A Llama of 2 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 2048; `changes` go to LlamaConfig."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 2048,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**settings, **changes})
-    model = LlamaForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
-    build_tokenizer(folder, config.vocab_size)
-    return folder
+    config = LlamaConfig(**{**SMALL, "intermediate_size": 704, **changes})
+    return _save(LlamaForCausalLM, config, dtype, folder)
 
 
 def build_moe(folder: Path, **changes: Any) -> Path:
     """A Qwen3-MoE of 2 layers, hidden 256, 8 experts of 96, 2 a token; `changes` go to Qwen3MoeConfig."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    settings: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
+    experts = {
         "moe_intermediate_size": 96,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "vocab_size": 2048,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
+    config = Qwen3MoeConfig(**{**SMALL, "intermediate_size": 512, "head_dim": 32, **experts, **changes})
+    return _save(Qwen3MoeForCausalLM, config, torch.bfloat16, folder)
+
+
+def _save(model: Any, config: Any, dtype: torch.dtype, folder: Path) -> Path:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**{**settings, **changes})
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model(config).to(dtype).save_pretrained(folder)
     build_tokenizer(folder, config.vocab_size)
     return folder

@@ -107,6 +107,18 @@ def linear_w4a8(
     return _finish(total, bias, x.dtype)
 
 
+def dequantize_s4(
+    codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
+) -> torch.Tensor:
+    """What codes uint8 [N, K] stand for, scale * (code - 8) + offset, in float32; both are [N, groups]."""
+
+    def wide(values: torch.Tensor) -> torch.Tensor:
+        return values.float().repeat_interleave(group, dim=1)[:, : codes.shape[1]]
+
+    weight = wide(scale) * (codes.float() - 8)
+    return weight if offset is None else weight + wide(offset)
+
+
 def _finish(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     return (total if bias is None else total + bias).to(dtype)
 

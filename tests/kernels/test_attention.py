@@ -7,6 +7,7 @@ from typing import Any
 import bounds
 import pytest
 import torch
+from threads import on_threads
 
 from vllm_zen import ops, reference
 
@@ -244,12 +245,7 @@ def test_thread_counts_agree_bit_for_bit(isa, lengths):
     example = batch(lengths, block_size=128)
     spans = ops.plan_attention(example.query_start_loc, example.seq_lens, 4, 2)[:, 8]
     assert (spans > 1).any(), "the example is to have keys in several spans"
-    before = torch.get_num_threads()
-    results = []
-    for count in (1, 2, 7):
-        torch.set_num_threads(count)
-        results.append(example.attend())
-    torch.set_num_threads(before)
+    results = on_threads(example.attend, (1, 2, 7))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     example.assert_within_bound(results[0])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from threads import on_threads
 
 from vllm_zen import ops, ops_linear, reference
 
@@ -195,12 +196,7 @@ def test_three_dimensions_and_strides(isa, scheme):
 def test_thread_counts_agree(isa, scheme):
     """Large enough that two threads really share it, with few rows and with many."""
     layer = random_layer(scheme, 1100, 1024)
-    before = torch.get_num_threads()
-    results = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append([layer.packed.linear(random_rows(rows, 1024)) for rows in (2, 40)])
-    torch.set_num_threads(before)
+    results = on_threads(lambda: [layer.packed.linear(random_rows(rows, 1024)) for rows in (2, 40)])
     assert all(map(torch.equal, *results))
 
 

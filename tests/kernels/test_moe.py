@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from threads import on_threads
 from torch.nn.functional import pad
 
 from vllm_zen import ops, ops_linear, ops_moe, reference
@@ -59,11 +60,7 @@ def quantize(scheme: str, weight: torch.Tensor):
     codes, scale, offset = ops_linear.search_groups_s4(weight, group, with_offset="offset" in scheme)
     packed = ops_linear.Int4Weight.pack(codes, scale, offset, group)
     expected = partial(reference.linear_w4a8, codes=codes, scale=scale, offset=offset, group=group)
-    wide = [
-        values.float().repeat_interleave(group, dim=1)[:, : weight.shape[1]]
-        for values in (scale, torch.zeros_like(scale) if offset is None else offset)
-    ]
-    return packed, expected, wide[0] * (codes.float() - 8) + wide[1]
+    return packed, expected, reference.dequantize_s4(codes, scale, offset, group)
 
 
 @dataclass
@@ -161,14 +158,7 @@ def test_any_number_of_threads_and_any_company_give_the_same(isa, scheme):
     experts = Experts.random(scheme, 256, 192)
     x, (weights, ids) = random_rows(600, 256), choices(600, 2)
     ids[ids == 3] = 1
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(experts.run(x, weights, ids))
-    finally:
-        torch.set_num_threads(before)
+    results = on_threads(lambda: experts.run(x, weights, ids))
     assert torch.equal(*results)
     for token in (0, 5, 599):
         alone = experts.run(*(tensor[token : token + 1].contiguous() for tensor in (x, weights, ids)))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from threads import on_threads
 
 from vllm_zen import ops, reference
 
@@ -120,12 +121,7 @@ def test_rows_further_apart_than_k(isa, stride):
 def test_thread_counts_agree(isa):
     """More rows than one thread takes at a time, so that two threads really share them."""
     x = torch.randn(1000, 4096, generator=torch.Generator().manual_seed(3)).bfloat16()
-    before = torch.get_num_threads()
-    results = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append(ops.quantize_rows_s8(x))
-    torch.set_num_threads(before)
+    results = on_threads(lambda: ops.quantize_rows_s8(x))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 

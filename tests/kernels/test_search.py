@@ -2,16 +2,9 @@
 
 import pytest
 import torch
+from threads import on_threads
 
-from vllm_zen import ops, ops_linear
-
-
-def dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
-) -> torch.Tensor:
-    offset = torch.zeros_like(scale) if offset is None else offset
-    wide = [values.float().repeat_interleave(group, dim=1)[:, : codes.shape[1]] for values in (scale, offset)]
-    return wide[0] * (codes.float() - 8) + wide[1]
+from vllm_zen import ops, ops_linear, reference
 
 
 def absmax(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -29,7 +22,7 @@ def test_codes_and_error(isa, group, with_offset, dtype):
     weight = torch.randn(33, 300, generator=generator).to(dtype)
     codes, scale, offset = ops_linear.search_groups_s4(weight, group, with_offset=with_offset)
     assert codes.max() <= 15 and (offset is None) == (not with_offset)
-    restored = dequantize(codes, scale, offset, group)
+    restored = reference.dequantize_s4(codes, scale, offset, group)
     # A code is the nearest: an end, or at most half a step away, a little more where the reciprocal decides.
     step = scale.float().abs().repeat_interleave(group, dim=1)[:, :300]
     inner = (codes > 0) & (codes < 15)
@@ -44,7 +37,7 @@ def test_offsets_help_one_sided_groups(isa):
     errors = []
     for with_offset in (False, True):
         quantized = ops_linear.search_groups_s4(weight, 64, with_offset=with_offset)
-        errors.append((dequantize(*quantized, 64) - weight).square().mean())
+        errors.append((reference.dequantize_s4(*quantized, 64) - weight).square().mean())
     assert errors[1] < 0.5 * errors[0]
 
 
@@ -53,18 +46,13 @@ def test_offsets_help_one_sided_groups(isa):
 def test_constant_groups_are_nearly_exact(isa, value, with_offset):
     weight = torch.full((2, 64), value)
     quantized = ops_linear.search_groups_s4(weight, 32, with_offset=with_offset)
-    torch.testing.assert_close(dequantize(*quantized, 32), weight, rtol=2**-8, atol=0)
+    torch.testing.assert_close(reference.dequantize_s4(*quantized, 32), weight, rtol=2**-8, atol=0)
 
 
 def test_thread_counts_and_tables_agree():
     assert ops.load().ok
     weight = torch.randn(300, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
-    before = torch.get_num_threads()
-    results = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append(ops_linear.search_groups_s4(weight, 128)[:2])
-    torch.set_num_threads(before)
+    results = on_threads(lambda: ops_linear.search_groups_s4(weight, 128)[:2])
     assert all(map(torch.equal, *results))
 
 
@@ -74,7 +62,7 @@ def test_emphasis_favours_large_weights(isa):
     errors = []
     for emphasis in (0.0, 4.0):
         quantized = ops_linear.search_groups_s4(weight, 128, emphasis=emphasis)
-        errors.append((dequantize(*quantized, 128) - weight)[large].square().mean())
+        errors.append((reference.dequantize_s4(*quantized, 128) - weight)[large].square().mean())
     assert errors[1] < errors[0]
 
 

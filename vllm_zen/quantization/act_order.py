@@ -39,9 +39,8 @@ class _Ordered:
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        *others: Any,
+        **attributes: Any,
     ) -> None:
         """vLLM's parameters and an index [K]. Raises UnsupportedError where the layer cannot be sorted."""
         if input_size_per_partition != input_size:
@@ -50,13 +49,7 @@ class _Ordered:
                 "tear apart. Use --tensor-parallel-size 1."
             )
         super().create_weights(  # type: ignore[misc]
-            layer,
-            input_size_per_partition=input_size_per_partition,
-            output_partition_sizes=output_partition_sizes,
-            input_size=input_size,
-            output_size=output_size,
-            params_dtype=params_dtype,
-            **extra_weight_attrs,
+            layer, input_size_per_partition, output_partition_sizes, input_size, *others, **attributes
         )
         owner: Any = getattr(layer, "scheme", self)
         kernel = owner.kernel
@@ -108,10 +101,31 @@ def _refuse_experts(layer: torch.nn.Module, prefix: str) -> None:
         )
 
 
-class ZenGPTQConfig(AutoGPTQConfig):  # type: ignore[misc]
-    """vLLM's, and desc_act."""
+class _OrderedConfig:
+    """A configuration of vLLM's whose linear layers may have activation order."""
 
     act_order = False
+    stock_method: type[Any]
+    ordered_method: type[Any]
+    config_name: str  # where a stock method keeps its configuration
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """vLLM's method of the layer, with the index where there is one."""
+        method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        if not self.act_order:
+            return method
+        _refuse_experts(layer, prefix)
+        if isinstance(method, self.stock_method):
+            return self.ordered_method(prefix, getattr(method, self.config_name))
+        return method
+
+
+class ZenGPTQConfig(_OrderedConfig, AutoGPTQConfig):  # type: ignore[misc]
+    """vLLM's, and desc_act."""
+
+    stock_method = AutoGPTQLinearMethod
+    ordered_method = OrderedGPTQMethod
+    config_name = "quant_config"
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ZenGPTQConfig":
@@ -124,21 +138,13 @@ class ZenGPTQConfig(AutoGPTQConfig):  # type: ignore[misc]
         """Every checkpoint of AutoGPTQ has an index; where it says nothing it is not read."""
         return WeightsMapper() if self.act_order else super().get_checkpoint_weight_mapper()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """vLLM's method of the layer, with the index where there is one."""
-        method = super().get_quant_method(layer, prefix)
-        if not self.act_order:
-            return method
-        _refuse_experts(layer, prefix)
-        if isinstance(method, AutoGPTQLinearMethod):
-            return OrderedGPTQMethod(prefix, method.quant_config)
-        return method
 
-
-class ZenCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
+class ZenCompressedTensorsConfig(_OrderedConfig, CompressedTensorsConfig):  # type: ignore[misc]
     """vLLM's, and actorder "group"."""
 
-    act_order = False
+    stock_method = CompressedTensorsLinearMethod
+    ordered_method = OrderedCompressedTensorsMethod
+    config_name = "quantization_config"
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ZenCompressedTensorsConfig":
@@ -153,16 +159,6 @@ class ZenCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
         made: ZenCompressedTensorsConfig = super().from_config(config)
         made.act_order = ordered
         return made
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """vLLM's method of the layer, with the index where there is one."""
-        method = super().get_quant_method(layer, prefix)
-        if not self.act_order:
-            return method
-        _refuse_experts(layer, prefix)
-        if isinstance(method, CompressedTensorsLinearMethod):
-            return OrderedCompressedTensorsMethod(prefix, method.quantization_config)
-        return method
 
 
 REPLACED = {

@@ -16,23 +16,21 @@ from vllm_zen.quantization import weights
 from vllm_zen.quantization.settings import Scheme
 
 LAYERS = ("w13", "w2")
-OPERANDS = (*weights.OPERANDS, "bias")
 
 
 def method_of(layer: Any, scheme: Scheme, prefix: str, progress: weights.Progress) -> tuple[Any, Scheme]:
     """The method of a layer of experts and its scheme: ours, or vLLM's in bf16 with a line that says why."""
     config = layer.moe_config
-    reason = ""
     if scheme.bits == "bf16":
         return UnquantizedFusedMoEMethod(config), scheme
     if config.activation.value not in ACTIVATIONS:
         reason = f"their activation is {config.activation.value}, ours are {', '.join(ACTIVATIONS)}"
     elif scheme.act_bits == 16:
         reason = "act_bits=16 has no kernel for them"
-    if reason:
-        _say_unquantized(reason)
-        return UnquantizedFusedMoEMethod(config), Scheme("bf16")
-    return ZenExpertsMethod(config, scheme, prefix, progress), scheme
+    else:
+        return ZenExpertsMethod(config, scheme, prefix, progress), scheme
+    _say_unquantized(reason)
+    return UnquantizedFusedMoEMethod(config), Scheme("bf16")
 
 
 class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
@@ -52,18 +50,14 @@ class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantizes and packs expert by expert, and frees what was loaded. Again: nothing."""
-        if hasattr(layer, _operand("w13", "weight")):
+        if hasattr(layer, "zen_intermediate"):
             return
         self._zero_padding(layer)
         layer.zen_intermediate = layer.w2_weight.shape[-1]
         for name in LAYERS:
             stacked = getattr(layer, f"{name}_weight").detach()
-            for key, operand in self._quantized(stacked, name).items():
-                layer.register_buffer(_operand(name, key), operand, persistent=False)
-            if self.moe.has_bias:
-                bias = getattr(layer, f"{name}_bias").detach().float()
-                filled = pad(bias, (0, -bias.shape[1] % COLUMNS))
-                layer.register_buffer(_operand(name, "bias"), filled, persistent=False)
+            operands = {**self._quantized(stacked, name), "bias": self._bias(layer, name)}
+            weights.attach(layer, operands, f"{name}_")
             self.progress.add(stacked.numel())
             free_weight(layer, f"{name}_weight")
 
@@ -76,6 +70,12 @@ class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
                     operands[key] = part.new_empty((len(stacked), *part.shape))
                 operands[key][expert] = part
         return operands
+
+    def _bias(self, layer: Any, name: str) -> torch.Tensor | None:
+        if not self.moe.has_bias:
+            return None
+        bias = getattr(layer, f"{name}_bias").detach().float()
+        return pad(bias, (0, -bias.shape[1] % COLUMNS))
 
     def apply(
         self,
@@ -91,7 +91,10 @@ class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
-        w13, w2 = (self._operands(layer, name) for name in LAYERS)
+        w13, w2 = (
+            {**weights.operands_of(layer, f"{of}_"), "bias": getattr(layer, f"{weights.OPERAND}{of}_bias")}
+            for of in LAYERS
+        )
         return moe(
             x.contiguous(),
             w13,
@@ -102,13 +105,6 @@ class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
             activation=layer.activation.value,
             rotated=self.scheme.rotated,
         )
-
-    def _operands(self, layer: Any, name: str) -> dict[str, Any]:
-        return {key: getattr(layer, _operand(name, key), None) for key in OPERANDS}
-
-
-def _operand(name: str, key: str) -> str:
-    return f"{weights.OPERAND}{name}_{key}"
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def _quantize(
             "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
         }
-        restored = (nibbles.float() - 8) * scale.float().repeat_interleave(group, dim=1)
+        restored = reference.dequantize_s4(nibbles, scale, None, group)
     norm = float(weight.float().norm())
     return parts, float((restored - weight.float()).norm()) / norm if norm else 0.0
 

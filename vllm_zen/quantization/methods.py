@@ -70,8 +70,7 @@ class ZenLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def quantize(self, layer: Any, weight: torch.Tensor) -> None:
         """Gives the layer the operands of a weight [N, K]."""
-        for name, operand in weights.quantize(weight, self.scheme, self.prefix).items():
-            layer.register_buffer(OPERAND + name, operand, persistent=False)
+        weights.attach(layer, weights.quantize(weight, self.scheme, self.prefix))
         layer.zen_columns = len(weight)
         self.progress.add(weight.numel())
 

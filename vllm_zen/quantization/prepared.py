@@ -18,6 +18,7 @@ from vllm_zen import zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.linear import dispatch
+from vllm_zen.linear.backends import free_weight
 from vllm_zen.ops_linear import GROUPS
 from vllm_zen.options import Options
 from vllm_zen.quantization import weights
@@ -161,8 +162,7 @@ def _of_native_groups(values: torch.Tensor, inputs: int, group: int) -> torch.Te
 
 
 def _attach(layer: Any, operands: dict[str, torch.Tensor], outputs: int, scheme: Scheme) -> None:
-    for name in weights.OPERANDS:
-        layer.register_buffer(weights.OPERAND + name, operands.get(name), persistent=False)
+    weights.attach(layer, operands)
     layer.zen_columns, layer.zen_scheme = outputs, scheme
     dispatch.count(f"checkpoint's {scheme}")
     weights.return_memory()
@@ -174,9 +174,8 @@ def _run(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor
 
 def _free(layer: Any, *names: str | None) -> None:
     for name in names:
-        parameter = getattr(layer, name, None) if name else None
-        if parameter is not None:
-            parameter.data = parameter.data.new_empty(0)
+        if name and getattr(layer, name, None) is not None:
+            free_weight(layer, name)
 
 
 @functools.cache

@@ -100,15 +100,20 @@ def run(
     return result
 
 
-def operands_of(layer: Any) -> dict[str, Any]:
-    """The operands that a layer holds; None for those it has not."""
-    return {name: getattr(layer, OPERAND + name, None) for name in OPERANDS}
+def attach(layer: Any, operands: dict[str, Any], of: str = "") -> None:
+    """Gives a layer its operands as buffers; `of` tells its weights apart where it has several."""
+    for name, operand in {**dict.fromkeys(OPERANDS), **operands}.items():
+        layer.register_buffer(OPERAND + of + name, operand, persistent=False)
+
+
+def operands_of(layer: Any, of: str = "") -> dict[str, Any]:
+    """The operands that attach() gave a layer; None for those it has not."""
+    return {name: getattr(layer, OPERAND + of + name, None) for name in OPERANDS}
 
 
 def pack_int8(codes: torch.Tensor, scale: torch.Tensor, *, rotated: bool = False) -> dict[str, torch.Tensor]:
     """The operands of a weight of codes int8 [N, K] and scale [N]."""
-    int8 = Int8Weight.pack(codes, scale, rotated=rotated)
-    return {"weight": int8.weight, "scale": int8.scale}
+    return _by_name(Int8Weight.pack(codes, scale, rotated=rotated))
 
 
 def pack_int4(
@@ -122,12 +127,16 @@ def pack_int4(
         signed = codes.to(torch.int8) - (8 if zero_points is None else 0)
         packed = zentorch.ops().zentorch_woq_repack_weight(signed.contiguous())
         operands = {"weight": packed, "scale": scale.t().contiguous()}
-        offset = None if zero_points is None else zero_points.to(torch.int8).t().contiguous()
-    else:
-        offset = None if zero_points is None else (8 - zero_points.to(scale.dtype)) * scale
-        int4 = Int4Weight.pack(codes, scale, offset, scheme.group)
-        operands, offset = {"weight": int4.weight, "scale": int4.scale}, int4.offset
-    return operands if offset is None else {**operands, "offset": offset}
+        if zero_points is not None:
+            operands["offset"] = zero_points.to(torch.int8).t().contiguous()
+        return operands
+    offset = None if zero_points is None else (8 - zero_points.to(scale.dtype)) * scale
+    return _by_name(Int4Weight.pack(codes, scale, offset, scheme.group))
+
+
+def _by_name(packed: Int8Weight | Int4Weight) -> dict[str, torch.Tensor]:
+    operands = {name: getattr(packed, name, None) for name in OPERANDS}
+    return {name: operand for name, operand in operands.items() if operand is not None}
 
 
 def check_table() -> None:
@@ -158,9 +167,7 @@ def _pack(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
     codes, scale, offset = ops_linear.search_groups_s4(
         weight.contiguous(), scheme.group, with_offset=scheme.zero_points, emphasis=EMPHASIS
     )
-    int4 = Int4Weight.pack(codes, scale, offset, scheme.group)
-    operands = {"weight": int4.weight, "scale": int4.scale}
-    return operands if int4.offset is None else {**operands, "offset": int4.offset}
+    return _by_name(Int4Weight.pack(codes, scale, offset, scheme.group))
 
 
 def _check_w4a16(weight: torch.Tensor, scheme: Scheme) -> None:
