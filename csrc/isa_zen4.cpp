@@ -12,6 +12,7 @@
 #include "gemm.inc"
 #include "gemm_w8a8.inc"
 #include "gemm_w4a8.inc"
+#include "gemm_w4a16.inc"
 #include "search_s4.inc"
 #include "moe.inc"
 
@@ -23,9 +24,10 @@ const Kernels kernels_zen4 = {
     /*write_kv=*/write_kv,
     /*attend=*/attend,
     /*merge_spans=*/merge_spans,
-    /*quantize_activations=*/quantize_activations,
+    /*prepare_activations=*/prepare_activations,
     /*linear_w8a8=*/linear_w8a8,
     /*linear_w4a8=*/linear_w4a8,
+    /*linear_w4a16=*/linear_w4a16,
     /*search_groups_s4=*/search_groups_s4,
     /*rows_w8=*/rows_w8,
     /*gate=*/gate,

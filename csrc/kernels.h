@@ -80,6 +80,8 @@ constexpr int64_t kColumns = 64;
 constexpr int64_t kTileRows = 6;
 // Rows that share a pass over the weights: their sums, 64 KiB, and half a MiB of codes fit in L2.
 constexpr int64_t kMaxLinearRows = 252;
+// The largest group of int4 weights.
+constexpr int64_t kMaxGroup = 128;
 // Inputs of a chunk of int8 weights: 16 KiB of weights, half of L1, and few enough to share a scale.
 constexpr int64_t kChunkW8 = 256;
 // Bytes of scratch that linear_*() want, aligned to 64.
@@ -97,7 +99,7 @@ struct RowsS8 {
 };
 
 // Rows of activations, and where their int8 codes go: chunk by chunk along K, in each all rows. A chunk of a
-// row has its own scale, so that an outlier costs precision in its chunk only.
+// row has its own scale, so that an outlier costs precision in its chunk only. With 16 bits they stay bf16.
 struct Activations {
   const void* x;   // [rows, k], k contiguous
   bool x_is_bf16;  // else float32
@@ -107,23 +109,24 @@ struct Activations {
   int64_t padded_k;    // of the packed weight, at least k: the codes between are 0
   int64_t chunk;       // k-values; a chunk that reaches beyond padded_k is filled with 0 too
   bool rotate;         // chunks of kChunkW8: each is rotated first (rotate.inc)
-  int8_t* codes;       // [chunks, rows, chunk]
-  int32_t* code_sums;  // [chunks, rows]
-  float* scales;       // [chunks, rows]; NaN where the chunk holds a NaN or an infinity
+  int64_t act_bits;    // 8, or 16: bf16 in the order of nibble_pairs()
+  int8_t* codes;       // [chunks, rows, chunk] of act_bits each
+  int32_t* code_sums;  // [chunks, rows]; not with 16 bits
+  float* scales;       // [chunks, rows]; NaN where the chunk holds a NaN or an infinity. 16 bits: its sum
 };
 
-// A linear layer over quantized activations.
+// A linear layer over prepared activations.
 struct Linear {
   const int8_t* codes;  // these three as in Activations, of the same chunk
   const int32_t* code_sums;
   const float* code_scales;
   int64_t rows;
   int64_t k;              // padded_k
-  int64_t chunk;          // w4a8: the group
+  int64_t chunk;          // int4: the group
   const uint8_t* weight;  // w8a8: codes plus 128
-  const void* scale;      // w8a8: float [blocks * 64]; w4a8: [blocks, groups, 64]
-  bool scale_is_bf16;     // w4a8; else float32
-  const void* offset;     // w4a8: like scale, what a code of 8 stands for; null: 0
+  const void* scale;      // w8a8: float [blocks * 64]; int4: [blocks, groups, 64]
+  bool scale_is_bf16;     // int4; else float32
+  const void* offset;     // int4: like scale, what a code of 8 stands for; null: 0
   const float* bias;      // [blocks * 64], or null
   void* output;           // [rows, columns]
   bool output_is_bf16;    // else float32
@@ -202,8 +205,9 @@ struct Kernels {
   void (*merge_spans)(const Attention& call, const AttentionTask& task, int64_t kv_head,
                       const float* partials, int64_t stride);
 
-  // Quantizes rows [begin, end), a chunk of a row with the arithmetic of quantize_rows_s8.
-  void (*quantize_activations)(const Activations& activations, int64_t begin, int64_t end);
+  // Rows [begin, end): a chunk of a row is quantized with the arithmetic of quantize_rows_s8, or put in
+  // order.
+  void (*prepare_activations)(const Activations& activations, int64_t begin, int64_t end);
 
   // Rows [row_begin, row_end), at most kMaxLinearRows, times blocks [block_begin, block_end) of 64 columns.
   // A row with a scale of NaN gives NaN, one of zeros the bias.
@@ -211,6 +215,8 @@ struct Kernels {
                       int64_t block_end, void* scratch);
   void (*linear_w4a8)(const Linear& call, int64_t row_begin, int64_t row_end, int64_t block_begin,
                       int64_t block_end, void* scratch);
+  void (*linear_w4a16)(const Linear& call, int64_t row_begin, int64_t row_end, int64_t block_begin,
+                       int64_t block_end, void* scratch);
 
   // Quantizes rows [begin, end) with the scales that make the weighted error small (search_s4.inc).
   void (*search_groups_s4)(const GroupSearch& search, int64_t begin, int64_t end);

@@ -1,4 +1,4 @@
-// Packed weights checked, activations quantized, and work handed out to threads.
+// Packed weights checked, activations prepared, and work handed out to threads.
 #include "linear_call.h"
 
 namespace vllm_zen {
@@ -58,7 +58,7 @@ PackedWeight packed_int8(const Tensor& weight, const Tensor& scale, bool with_ex
 }
 
 PackedWeight packed_int4(const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& offset,
-                         bool with_experts) {
+                         int64_t act_bits, bool with_experts) {
   PackedWeight result =
       packed(weight, with_experts, with_experts ? "[E, blocks, K / 8, 64, 4]" : "[blocks, K / 8, 64, 4]");
   const bool is_bf16 = scale.scalar_type() == ScalarType::BFloat16;
@@ -73,7 +73,9 @@ PackedWeight packed_int4(const Tensor& weight, const Tensor& scale, const std::o
   if (offset.has_value()) {
     check_grouped(*offset, "offset", scale.scalar_type(), result, groups, with_experts);
   }
-  result.kernel = kernels().linear_w4a8;
+  STD_TORCH_CHECK(act_bits == 8 || act_bits == 16, "act_bits must be 8 or 16, got ", act_bits);
+  result.act_bits = act_bits;
+  result.kernel = act_bits == 8 ? kernels().linear_w4a8 : kernels().linear_w4a16;
   result.padded_k = k;
   result.chunk = std::max<int64_t>(group, 8);
   result.step = std::max<int64_t>(group, 1);
@@ -84,9 +86,9 @@ PackedWeight packed_int4(const Tensor& weight, const Tensor& scale, const std::o
   return result;
 }
 
-Quantized::Quantized(const Tensor& x, const PackedWeight& weight, bool rotate) : rows(x) {
+Prepared::Prepared(const Tensor& x, const PackedWeight& weight, bool rotate) : rows(x) {
   const int64_t parts = divide_up(weight.padded_k, weight.chunk) * x.size(0);
-  codes = torch::stable::new_empty(x, {parts * weight.chunk}, ScalarType::Char);
+  codes = torch::stable::new_empty(x, {parts * weight.chunk * (weight.act_bits / 8)}, ScalarType::Char);
   sums_and_scales = torch::stable::new_empty(x, {2 * parts}, ScalarType::Float);
   to.x = x.data_ptr();
   to.x_is_bf16 = x.scalar_type() == ScalarType::BFloat16;
@@ -96,24 +98,25 @@ Quantized::Quantized(const Tensor& x, const PackedWeight& weight, bool rotate) :
   to.padded_k = weight.padded_k;
   to.chunk = weight.chunk;
   to.rotate = rotate;
+  to.act_bits = weight.act_bits;
   to.codes = static_cast<int8_t*>(codes.data_ptr());
   to.scales = static_cast<float*>(sums_and_scales.data_ptr());
   to.code_sums = reinterpret_cast<int32_t*>(to.scales + parts);
 }
 
-int64_t Quantized::rows_worth_a_thread() const {
-  // One core quantizes 64 KiB in about the time that waking another takes.
+int64_t Prepared::rows_worth_a_thread() const {
+  // One core prepares 64 KiB in about the time that waking another takes.
   constexpr int64_t kValuesWorthAThread = 32 * 1024;
   return std::max<int64_t>(1, kValuesWorthAThread / std::max<int64_t>(to.k, 1));
 }
 
-void Quantized::run(const Kernels& kernels) const {
+void Prepared::run(const Kernels& kernels) const {
   torch::stable::parallel_for(0, to.rows, rows_worth_a_thread(), [&](int64_t begin, int64_t end) {
-    kernels.quantize_activations(to, begin, end);
+    kernels.prepare_activations(to, begin, end);
   });
 }
 
-void Quantized::describe(Linear& call) const {
+void Prepared::describe(Linear& call) const {
   call.codes = to.codes;
   call.code_sums = to.code_sums;
   call.code_scales = to.scales;
@@ -122,10 +125,11 @@ void Quantized::describe(Linear& call) const {
   call.chunk = to.chunk;
 }
 
-void append_pieces(std::vector<RowRange>& pieces, const RowRange& rows, int64_t padded_k) {
+void append_pieces(std::vector<RowRange>& pieces, const RowRange& rows, const PackedWeight& weight) {
   // Rows of a piece: half a MiB of codes, half of L2, but enough that reading weights costs little.
   constexpr int64_t kCodeBytes = 512 * 1024;
-  const int64_t most = std::clamp<int64_t>(kCodeBytes / std::max<int64_t>(padded_k, 1), 48, kMaxLinearRows);
+  const int64_t row_bytes = std::max<int64_t>(weight.padded_k * weight.act_bits / 8, 1);
+  const int64_t most = std::clamp<int64_t>(kCodeBytes / row_bytes, 48, kMaxLinearRows);
   const int64_t count = rows.end - rows.begin;
   const int64_t each = divide_up(count, std::max<int64_t>(divide_up(count, most), 1));
   for (int64_t begin = rows.begin; begin < rows.end; begin += each) {

@@ -1,4 +1,4 @@
-// What linear layers and experts share at torch's boundary: packed weights, quantized activations, and which
+// What linear layers and experts share at torch's boundary: packed weights, prepared activations, and which
 // thread works on what.
 #pragma once
 
@@ -39,7 +39,8 @@ struct PackedWeight {
   int64_t blocks;
   int64_t padded_k;
   int64_t chunk;
-  int64_t step;  // K was padded to a multiple of it
+  int64_t step;          // K was padded to a multiple of it
+  int64_t act_bits = 8;  // of the activations it takes
 
   int64_t weight_bytes;  // from expert to expert
   int64_t scale_bytes;
@@ -72,16 +73,17 @@ struct PackedWeight {
 // Operands as Int8Weight and Int4Weight of ops_linear.py hold them; with_experts: stacked.
 PackedWeight packed_int8(const Tensor& weight, const Tensor& scale, bool with_experts);
 PackedWeight packed_int4(const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& offset,
-                         bool with_experts);
+                         int64_t act_bits, bool with_experts);
 
-// The codes of x [rows, K] and what else a linear kernel wants of it. Owns the memory that `call` points to.
-struct Quantized {
+// The codes of x [rows, K], or its values in order, and what else a linear kernel wants of it. Owns the
+// memory that `call` points to.
+struct Prepared {
   Tensor rows;
   Tensor codes;
   Tensor sums_and_scales;  // 4 bytes each
   Activations to;
 
-  Quantized(const Tensor& x, const PackedWeight& weight, bool rotate);
+  Prepared(const Tensor& x, const PackedWeight& weight, bool rotate);
   int64_t rows_worth_a_thread() const;
   void run(const Kernels& kernels) const;
   void describe(Linear& call) const;
@@ -94,7 +96,7 @@ struct RowRange {
 };
 
 // Appends [begin, end) in pieces that share a pass over the weights.
-void append_pieces(std::vector<RowRange>& pieces, const RowRange& rows, int64_t padded_k);
+void append_pieces(std::vector<RowRange>& pieces, const RowRange& rows, const PackedWeight& weight);
 
 // Runs the weights over the pieces on all threads. `call` has activations and output; bias [experts, blocks *
 // 64], or null.

@@ -74,16 +74,16 @@ Tensor run(const Tensor& x, const PackedWeight& weight, const std::optional<Tens
   if (output.numel() == 0) {
     return output;
   }
-  const vllm_zen::Quantized quantized(as_rows(x, k), weight, rotate);
-  quantized.run(vllm_zen::kernels());
+  const vllm_zen::Prepared prepared(as_rows(x, k), weight, rotate);
+  prepared.run(vllm_zen::kernels());
   Linear call{};
-  quantized.describe(call);
+  prepared.describe(call);
   call.output = output.data_ptr();
   call.output_is_bf16 = x.scalar_type() == ScalarType::BFloat16;
   call.output_stride = columns;
   call.columns = columns;
   std::vector<vllm_zen::RowRange> pieces;
-  vllm_zen::append_pieces(pieces, {0, 0, call.rows}, call.k);
+  vllm_zen::append_pieces(pieces, {0, 0, call.rows}, weight);
   vllm_zen::run_on_threads(call, weight, padded.data, pieces);
   return output;
 }
@@ -93,9 +93,10 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
   return run(x, vllm_zen::packed_int8(weight, scale, false), bias, columns, rotate);
 }
 
-Tensor linear_w4a8(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                   const std::optional<Tensor>& offset, const std::optional<Tensor>& bias, int64_t columns) {
-  return run(x, vllm_zen::packed_int4(weight, scale, offset, false), bias, columns, false);
+Tensor linear_w4(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                 const std::optional<Tensor>& offset, const std::optional<Tensor>& bias, int64_t columns,
+                 int64_t act_bits) {
+  return run(x, vllm_zen::packed_int4(weight, scale, offset, act_bits, false), bias, columns, false);
 }
 
 std::tuple<Tensor, Tensor, Tensor> search_groups_s4(const Tensor& weight, int64_t group, bool with_offset,
@@ -167,8 +168,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_zen, m) {
       "linear_w8a8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int columns, bool rotated=False) -> "
       "Tensor");
   m.def(
-      "linear_w4a8(Tensor x, Tensor weight, Tensor scale, Tensor? offset, Tensor? bias, int columns) -> "
-      "Tensor");
+      "linear_w4(Tensor x, Tensor weight, Tensor scale, Tensor? offset, Tensor? bias, int columns, int "
+      "act_bits=8) -> Tensor");
   m.def(
       "search_groups_s4(Tensor weight, int group, bool with_offset, float emphasis) -> (Tensor, Tensor, "
       "Tensor)");
@@ -179,7 +180,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_zen, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_zen, CPU, m) {
   m.impl("linear_w8a8", TORCH_BOX(&linear_w8a8));
-  m.impl("linear_w4a8", TORCH_BOX(&linear_w4a8));
+  m.impl("linear_w4", TORCH_BOX(&linear_w4));
   m.impl("search_groups_s4", TORCH_BOX(&search_groups_s4));
   m.impl("embedding_w8", TORCH_BOX(&embedding_w8));
 }

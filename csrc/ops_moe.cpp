@@ -19,12 +19,14 @@ using vllm_zen::PackedWeight;
 constexpr int64_t kMaxPairs = 16 * 1024;
 
 // int8 weights have one scale a column, int4 weights one a group.
-PackedWeight packed(const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& offset) {
+PackedWeight packed(const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& offset,
+                    int64_t act_bits) {
   if (scale.dim() == 2) {
     STD_TORCH_CHECK(!offset.has_value(), "offset is for int4 weights; those of int8 have none");
+    STD_TORCH_CHECK(act_bits == 8, "act_bits must be 8 for int8 weights, got ", act_bits);
     return vllm_zen::packed_int8(weight, scale, true);
   }
-  return vllm_zen::packed_int4(weight, scale, offset, true);
+  return vllm_zen::packed_int4(weight, scale, offset, act_bits, true);
 }
 
 const float* checked_bias(const std::optional<Tensor>& bias, const PackedWeight& weight) {
@@ -88,6 +90,7 @@ struct Pairs {
 // Codes of tokens copied to the pairs they are in.
 void gather(const vllm_zen::Activations& from, const vllm_zen::Activations& to, const Pairs& pairs) {
   const int64_t chunks = vllm_zen::divide_up(from.padded_k, from.chunk);
+  const int64_t bytes = from.chunk * from.act_bits / 8;
   constexpr int64_t kBytesWorthAThread = 64 * 1024;
   const int64_t grain = std::max<int64_t>(1, kBytesWorthAThread / std::max<int64_t>(from.padded_k, 1));
   torch::stable::parallel_for(0, to.rows, grain, [&](int64_t begin, int64_t end) {
@@ -95,8 +98,7 @@ void gather(const vllm_zen::Activations& from, const vllm_zen::Activations& to, 
       for (int64_t row = begin; row < end; ++row) {
         const int64_t source = chunk * from.rows + pairs.token_of[static_cast<size_t>(row)];
         const int64_t target = chunk * to.rows + row;
-        std::memcpy(to.codes + target * to.chunk, from.codes + source * from.chunk,
-                    static_cast<size_t>(to.chunk));
+        std::memcpy(to.codes + target * bytes, from.codes + source * bytes, static_cast<size_t>(bytes));
         to.code_sums[target] = from.code_sums[source];
         to.scales[target] = from.scales[source];
       }
@@ -114,7 +116,7 @@ struct Experts {
   bool rotated;
 
   // Rows of a layer's output, of x's type.
-  Tensor layer(const vllm_zen::Quantized& input, const PackedWeight& weight, const float* bias,
+  Tensor layer(const vllm_zen::Prepared& input, const PackedWeight& weight, const float* bias,
                int64_t columns, const Pairs& pairs) const {
     Tensor output = torch::stable::new_empty(input.rows, {pairs.size(), columns}, input.rows.scalar_type());
     Linear call{};
@@ -125,7 +127,7 @@ struct Experts {
     call.columns = columns;
     std::vector<vllm_zen::RowRange> pieces;
     for (const vllm_zen::RowRange& range : pairs.ranges) {
-      vllm_zen::append_pieces(pieces, range, call.k);
+      vllm_zen::append_pieces(pieces, range, weight);
     }
     vllm_zen::run_on_threads(call, weight, bias, pieces);
     return output;
@@ -134,20 +136,20 @@ struct Experts {
   // The experts' results [pairs, K] of x [tokens, K].
   Tensor results(const Tensor& x, const Pairs& pairs) const {
     const vllm_zen::Kernels& kernels = vllm_zen::kernels();
-    const vllm_zen::Quantized tokens(x, w13, rotated);
+    const vllm_zen::Prepared tokens(x, w13, rotated);
     tokens.run(kernels);
     const Tensor of_pairs = torch::stable::new_empty(x, {pairs.size(), 0}, x.scalar_type());
-    vllm_zen::Quantized input(of_pairs, w13, rotated);
+    vllm_zen::Prepared input(of_pairs, w13, rotated);
     gather(tokens.to, input.to, pairs);
     Tensor gate_up = layer(input, w13, w13_bias, 2 * intermediate, pairs);
     // The gated values take the place of the gates.
     const Tensor gated = torch::stable::narrow(gate_up, 1, 0, intermediate);
-    const vllm_zen::Quantized hidden(gated, w2, rotated);
+    const vllm_zen::Prepared hidden(gated, w2, rotated);
     const vllm_zen::Gate gate{gate_up.data_ptr(), hidden.to.x_is_bf16, intermediate, activation};
     torch::stable::parallel_for(0, pairs.size(), hidden.rows_worth_a_thread(),
                                 [&](int64_t begin, int64_t end) {
                                   kernels.gate(gate, begin, end);
-                                  kernels.quantize_activations(hidden.to, begin, end);
+                                  kernels.prepare_activations(hidden.to, begin, end);
                                 });
     return layer(hidden, w2, w2_bias, x.size(1), pairs);
   }
@@ -171,14 +173,14 @@ Tensor moe(const Tensor& x, const Tensor& w13, const Tensor& w13_scale,
            const std::optional<Tensor>& w13_offset, const std::optional<Tensor>& w13_bias, const Tensor& w2,
            const Tensor& w2_scale, const std::optional<Tensor>& w2_offset,
            const std::optional<Tensor>& w2_bias, const Tensor& topk_weights, const Tensor& topk_ids,
-           int64_t intermediate, std::string activation, bool rotated) {
+           int64_t intermediate, std::string activation, bool rotated, int64_t act_bits) {
   vllm_zen::check_x(x);
   STD_TORCH_CHECK(x.dim() == 2, "x must be [tokens, K], got ", x.dim(), " dimensions");
   check(x, "x", x.scalar_type(), 2, "[tokens, K]");
   const int64_t tokens = x.size(0);
   const int64_t hidden = x.size(1);
-  Experts experts{packed(w13, w13_scale, w13_offset),
-                  packed(w2, w2_scale, w2_offset),
+  Experts experts{packed(w13, w13_scale, w13_offset, act_bits),
+                  packed(w2, w2_scale, w2_offset, act_bits),
                   nullptr,
                   nullptr,
                   activation_of(activation),
@@ -221,7 +223,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_zen, m) {
   m.def(
       "moe(Tensor x, Tensor w13, Tensor w13_scale, Tensor? w13_offset, Tensor? w13_bias, Tensor w2, Tensor "
       "w2_scale, Tensor? w2_offset, Tensor? w2_bias, Tensor topk_weights, Tensor topk_ids, int intermediate, "
-      "str activation, bool rotated=False) -> Tensor");
+      "str activation, bool rotated=False, int act_bits=8) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_zen, CPU, m) { m.impl("moe", TORCH_BOX(&moe)); }

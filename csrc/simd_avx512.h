@@ -60,6 +60,7 @@ inline Floats times_power_of_two(Floats p, Floats n) {
 }
 
 inline Pairs load_pairs(const void* from) { return _mm512_loadu_si512(from); }
+inline void store_pairs(void* to, Pairs pairs) { _mm512_storeu_si512(to, pairs); }
 inline Pairs set_pair(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
 // c + a.first * b.first + a.second * b.second, in float32; subnormals count as 0.
 inline Floats dot(Pairs a, Pairs b, Floats c) {
@@ -72,20 +73,34 @@ inline Ints load_ints(const void* from) { return _mm512_loadu_si512(from); }
 inline Ints set_int(int32_t value) { return _mm512_set1_epi32(value); }
 inline Ints low_nibbles(Ints bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints bytes) { return low_nibbles(_mm512_srli_epi32(bytes, 4)); }
+// Of a lane's eight nibbles, 0 to 3 in the low half of its bytes and 4 to 7 in the high half, two less 8 as a
+// pair of bf16: in passes 0 to 3 those numbered (0, 2), (4, 6), (1, 3), (5, 7).
+constexpr int kNibblePasses = 4;
+inline Pairs nibble_pairs(Ints nibbles, int pass) {
+  // The table twice: the index is five bits, of which the last is another nibble's.
+  alignas(64) static constexpr uint16_t kLess8[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+      0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(nibbles, static_cast<unsigned>(pass * 4)),
+                                  _mm512_load_si512(kLess8));
+}
 // sums + the four products of a lane's bytes, a's unsigned, b's signed. As assembly in order: left to itself,
 // g++ 12 interleaves a tile's products until its sums no longer fit in registers.
 #if defined(VLLM_ZEN_EMULATE)
 __attribute__((noinline)) inline Ints dot_bytes(Ints a, Ints b, Ints sums) {
   return _mm512_dpbusd_epi32(sums, a, b);
 }
-inline void load_after(const uint8_t*&, const Ints&) {}
+template <typename Value>
+inline void load_after(const uint8_t*&, const Value&) {}
 #else
 inline Ints dot_bytes(Ints a, Ints b, Ints sums) {
   __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
   return sums;
 }
 // Keeps the compiler from loading through `pointer` before `value` is computed.
-inline void load_after(const uint8_t*& pointer, Ints& value) {
+template <typename Value>
+inline void load_after(const uint8_t*& pointer, Value& value) {
   __asm__ volatile("" : "+r"(pointer), "+v"(value));
 }
 #endif

@@ -111,6 +111,7 @@ inline Pairs load_pairs(const void* from) {
   __builtin_memcpy(result.lane, from, sizeof result.lane);
   return result;
 }
+inline void store_pairs(void* to, const Pairs& pairs) { __builtin_memcpy(to, pairs.lane, sizeof pairs.lane); }
 inline Pairs set_pair(uint32_t pair) {
   Pairs result;
   for (int i = 0; i < kLanes; ++i) {
@@ -142,6 +143,18 @@ inline Ints high_nibbles(Ints bytes) {
   }
   return bytes;
 }
+// Of a lane's eight nibbles, 0 to 3 in the low half of its bytes and 4 to 7 in the high half, two less 8 as a
+// pair of bf16: in passes 0 to 3 those numbered (0, 2), (4, 6), (1, 3), (5, 7).
+constexpr int kNibblePasses = 4;
+inline Pairs nibble_pairs(const Ints& nibbles, int pass) {
+  const auto less_8 = [](uint32_t nibble) { return as_bits(static_cast<float>(nibble & 15) - 8.0f); };
+  Pairs result;
+  for (int i = 0; i < kLanes; ++i) {
+    const uint32_t shifted = nibbles.lane[i] >> (pass * 4);
+    result.lane[i] = (less_8(shifted >> 16) & 0xffff0000u) | less_8(shifted) >> 16;
+  }
+  return result;
+}
 // sums + the four products of a lane's bytes, a's unsigned, b's signed.
 inline Ints dot_bytes(const Ints& a, const Ints& b, Ints sums) {
   for (int i = 0; i < kLanes; ++i) {
@@ -155,7 +168,8 @@ inline Ints dot_bytes(const Ints& a, const Ints& b, Ints sums) {
   return sums;
 }
 // A matter of registers, of which there are too few here anyway.
-inline void load_after(const uint8_t*&, const Ints&) {}
+template <typename Value>
+inline void load_after(const uint8_t*&, const Value&) {}
 inline Floats to_floats(const Ints& a) {
   return each_lane([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
 }

@@ -28,6 +28,30 @@ def linear_bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return accumulation + roundoff * (1 + roundoff) * (rounded + 2 * accumulation)
 
 
+def linear_w4a16_bound(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Bound on |computed - exact| of reference.linear_w4a16(): float64 [M, N].
+
+    As linear_bound(), with |scale (code - 8)| + |offset| for |weight|, whose parts are summed apart, and
+    three more roundings a group for scaling and adding them.
+    """
+    parts = reference.dequantize_s4(codes, scale, None, group).double().abs()
+    if offset is not None:
+        parts += reference.dequantize_s4(torch.full_like(codes, 8), scale, offset, group).double().abs()
+    magnitude = x.bfloat16().double().abs() @ parts.t()
+    if bias is not None:
+        magnitude = magnitude + bias.double().abs()
+    accumulation = (x.shape[-1] + 3 * scale.shape[1] + 2) * EPS[torch.float32] * magnitude
+    exact = reference.linear_w4a16(x.double(), codes, scale, offset, group, bias)
+    return accumulation + EPS[x.dtype] / 2 * (exact.abs() + accumulation)
+
+
 def linear_exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed plus bias [N], in float64."""
     return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())

@@ -120,9 +120,10 @@ class Int4Weight:
         offset = None if self.offset is None else by_column(self.offset)
         return codes[:columns, :k], by_column(self.scale), offset
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, act_bits: int = 8) -> torch.Tensor:
         """x [..., K] times the weight transposed, plus bias [N]."""
-        return linear_w4a8(x, self.weight, self.scale, self.offset, bias, self.shape[0])
+        columns = self.shape[0]
+        return linear_w4(x, self.weight, self.scale, self.offset, bias, columns, act_bits=act_bits)
 
 
 def linear_w8a8(
@@ -149,19 +150,22 @@ def linear_w8a8(
     return output
 
 
-def linear_w4a8(
+def linear_w4(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None,
     bias: torch.Tensor | None,
     columns: int,
+    *,
+    act_bits: int = 8,
 ) -> torch.Tensor:
-    """A linear layer of int4 weights in groups; x gets a scale a group. Else as linear_w8a8().
+    """A linear layer of int4 weights in groups. Else as linear_w8a8().
 
     weight, scale, offset  as Int4Weight holds them
+    act_bits               8: x is quantized to int8, a scale a group; 16: it is multiplied in bf16
     """
-    output: torch.Tensor = torch.ops.vllm_zen.linear_w4a8(x, weight, scale, offset, bias, columns)
+    output: torch.Tensor = torch.ops.vllm_zen.linear_w4(x, weight, scale, offset, bias, columns, act_bits)
     return output
 
 
@@ -208,8 +212,10 @@ def register_fakes() -> None:
     ) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], columns))
 
-    @torch.library.register_fake("vllm_zen::linear_w4a8")  # type: ignore[misc]
-    def _(x: torch.Tensor, weight: Any, scale: Any, offset: Any, bias: Any, columns: int) -> torch.Tensor:
+    @torch.library.register_fake("vllm_zen::linear_w4")  # type: ignore[misc]
+    def _(
+        x: torch.Tensor, weight: Any, scale: Any, offset: Any, bias: Any, columns: int, act_bits: int = 8
+    ) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], columns))
 
     @torch.library.register_fake("vllm_zen::embedding_w8")  # type: ignore[misc]

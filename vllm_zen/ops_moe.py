@@ -18,6 +18,7 @@ def moe(
     intermediate: int,
     activation: str = "silu",
     rotated: bool = False,
+    act_bits: int = 8,
 ) -> torch.Tensor:
     """Every token through the experts it chose: w2(activation(gate) * up), weighted and added up.
 
@@ -29,6 +30,7 @@ def moe(
     topk_ids      int32 [tokens, top_k]; negative: of no expert here, and adds nothing
     activation    one of ACTIVATIONS
     rotated       int8 weights were rotated before they were quantized, and inputs are too
+    act_bits      of inputs: 8, or with int4 weights 16, which is bf16
     returns       [tokens, K] of x's dtype
 
     What lies between is in x's dtype. Equal for any number of threads, and for a token in any company.
@@ -43,6 +45,7 @@ def moe(
         intermediate,
         activation,
         rotated,
+        act_bits,
     )
     return output
 

@@ -107,6 +107,19 @@ def linear_w4a8(
     return _finish(total, bias, x.dtype)
 
 
+def linear_w4a16(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same with x in bf16, not quantized; in float64 until it is rounded to x's dtype."""
+    total = x.bfloat16().double() @ dequantize_s4(codes, scale, offset, group).double().t()
+    return _finish(total, bias, x.dtype)
+
+
 def dequantize_s4(
     codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
 ) -> torch.Tensor:

@@ -42,4 +42,11 @@ def run() -> Iterator[tuple[str, bool]]:
     nibbles = (codes & 15).to(torch.uint8)
     int4 = ops_linear.Int4Weight.pack(nibbles, scale, None, 128)
     same = torch.equal(int4.linear(rows), reference.linear_w4a8(rows, nibbles, scale, None, 128))
-    yield "linear_w4a8 equals its reference", same
+    yield "linear_w4 with int8 activations equals its reference", same
+    exact = reference.linear_w4a16(rows.float(), nibbles, scale, None, 128)
+    magnitude = rows.float().abs() @ reference.dequantize_s4(nibbles, scale, None, 128).abs().t()
+    # A float32 sum of 200 products, rounded to bf16.
+    close = (
+        int4.linear(rows, act_bits=16).float() - exact
+    ).abs() <= 2.0**-15 * magnitude + 2.0**-8 * exact.abs()
+    yield "linear_w4 with bf16 activations is within bf16 of its reference", bool(close.all())

@@ -222,6 +222,7 @@ def test_tables_agree():
         ({"weight": torch.zeros(1, 16, 64, 4)}, "weight must be Byte, got Float"),
         ({"scale": torch.zeros(1, 3, 64)}, "must make groups of 32, 64 or 128, got 3 groups of 128"),
         ({"offset": torch.zeros(1, 2, 64)}, "offset must be [1, 4, 64], got [1, 2, 64]"),
+        ({"act_bits": 4}, "act_bits must be 8 or 16, got 4"),
     ],
 )
 def test_refuses(change, message):
@@ -230,7 +231,7 @@ def test_refuses(change, message):
     arguments = {"x": torch.zeros(2, 128), "weight": packed.weight, "scale": packed.scale}
     arguments |= {"offset": packed.offset, "bias": None, "columns": 40}
     with pytest.raises(RuntimeError) as refused:
-        ops_linear.linear_w4a8(**(arguments | change))
+        ops_linear.linear_w4(**(arguments | change))
     assert message in str(refused.value)
 
 
@@ -253,6 +254,7 @@ def test_opcheck_and_compile(isa, scheme):
         torch.library.opcheck(torch.ops.vllm_zen.linear_w8a8.default, arguments)
     else:
         arguments = (x, packed.weight, packed.scale, packed.offset, None, 40)
-        torch.library.opcheck(torch.ops.vllm_zen.linear_w4a8.default, arguments)
+        torch.library.opcheck(torch.ops.vllm_zen.linear_w4.default, arguments)
+        torch.library.opcheck(torch.ops.vllm_zen.linear_w4.default, (*arguments, 16))
     compiled = torch.compile(lambda x: packed.linear(x) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), packed.linear(x) + 1)

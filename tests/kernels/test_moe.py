@@ -1,7 +1,8 @@
 """Mixtures of experts: within a bound of both layers of every expert by their references.
 
 Between the layers stands an activation, whose float32 result may be off by a few roundings. Quantized, that
-can move a code by one, no more: the bound. In float32 it is rare, so most values must be far closer.
+can move a code by one, no more: the bound; of bf16 it is less. In float32 it is rare, so most values must be
+far closer.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from vllm_zen import ops, ops_linear, ops_moe, reference
 
-SCHEMES = ["int8", "int8 rotated", "int4 g32", "int4 g128 offset"]
+SCHEMES = ["int8", "int8 rotated", "int4 g32", "int4 g128 offset", "int4 g32 bf16"]
 EXPERTS = 5
 
 
@@ -59,7 +60,8 @@ def quantize(scheme: str, weight: torch.Tensor):
     group = int(scheme.split()[1][1:])
     codes, scale, offset = ops_linear.search_groups_s4(weight, group, with_offset="offset" in scheme)
     packed = ops_linear.Int4Weight.pack(codes, scale, offset, group)
-    expected = partial(reference.linear_w4a8, codes=codes, scale=scale, offset=offset, group=group)
+    linear = reference.linear_w4a16 if "bf16" in scheme else reference.linear_w4a8
+    expected = partial(linear, codes=codes, scale=scale, offset=offset, group=group)
     return packed, expected, reference.dequantize_s4(codes, scale, offset, group)
 
 
@@ -86,6 +88,7 @@ class Experts:
             intermediate=self.intermediate,
             activation=self.activation,
             rotated="rotated" in self.scheme,
+            act_bits=16 if "bf16" in self.scheme else 8,
         )
 
     def expected(self, x, topk_weights, topk_ids) -> torch.Tensor:
@@ -152,7 +155,7 @@ def test_odd_sizes_biases_and_activations(isa, depth, intermediate, activation):
         assert_close(experts, random_rows(7, depth, torch.float32), *choices(7, 3))
 
 
-@pytest.mark.parametrize("scheme", ["int8 rotated", "int4 g128 offset"])
+@pytest.mark.parametrize("scheme", ["int8 rotated", "int4 g128 offset", "int4 g32 bf16"])
 def test_any_number_of_threads_and_any_company_give_the_same(isa, scheme):
     """Experts with hundreds of tokens and with none; a token alone gets what it gets among others."""
     experts = Experts.random(scheme, 256, 192)
@@ -212,6 +215,7 @@ def test_wrong_arguments_are_named(isa):
             experts.run(*arguments)
     for changes, message in (
         ({"activation": "relu"}, "activation must be silu, gelu or gelu_tanh, got relu"),
+        ({"act_bits": 16}, "act_bits must be 8 for int8 weights, got 16"),
         ({"intermediate": 60}, "columns must fill the weight's 3 blocks of 64, got 120"),
     ):
         with pytest.raises(RuntimeError, match=message):

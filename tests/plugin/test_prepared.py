@@ -7,7 +7,7 @@ import torch
 from bounds import EPS
 from checkpoints import FORMATS, Prepared, compressed_tensors_int4, gptq
 
-from vllm_zen import compat, envs, ops, zentorch
+from vllm_zen import compat, envs, ops
 from vllm_zen.errors import ModelError, UnsupportedError
 from vllm_zen.linear import dispatch
 from vllm_zen.quantization import act_order, config, prepared
@@ -234,9 +234,6 @@ def assert_rms(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, limit: 
 
 @pytest.mark.parametrize("name", ["int4 g64", "int4 g128 zero points", "gptq ordered", "awq g64"])
 def test_activations_stay_in_bfloat16_where_asked(process_group, monkeypatch, name):
-    ok, reason = zentorch.supports_linear(torch.bfloat16)
-    if not ok:
-        pytest.skip(f"w4a16 runs on zentorch: {reason}")
     monkeypatch.setenv(prepared.W4A8, "0")
     layer_of = FORMATS[name](OUTPUTS, INPUTS)
     layer = linear(layer_of)

@@ -62,7 +62,6 @@ def test_a_part_of_a_fused_layer_is_refused():
         ({"layers": {"*": "fp8"}}, "must map patterns of layer names"),
         ({"layers": ["*"]}, "must map patterns of layer names"),
         ({"layers": {"*": ["int8"]}}, "must map patterns of layer names"),
-        ({"act_bits": 16, "zero_points": True}, "act_bits=16 takes symmetric weights"),
         ({"embedding": "head", "head": "int4"}, 'needs head="int8"'),
     ],
 )

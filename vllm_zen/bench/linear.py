@@ -113,15 +113,16 @@ def _onednn_int8(weights: _Weights) -> Run:
     return run
 
 
-# By bits and name; bits of the weights that the path reads.
-STOCK: dict[tuple[int, str], tuple[Callable[[_Weights], Run], int]] = {
-    (8, "zentorch int8"): (_zentorch_int8, 8),
-    (8, "onednn int8"): (_onednn_int8, 8),
-    (8, "zentorch bf16"): (_zentorch_bf16, 16),
-    (4, "zentorch w4a8"): (_zentorch_w4a8, 4),
-    (4, "zentorch w4a16"): (_zentorch_w4a16, 4),
-    (4, "torch int4"): (_torch_int4, 4),
-    (4, "zentorch bf16"): (_zentorch_bf16, 16),
+# By our scheme and name; bits of the weights that the path reads.
+STOCK: dict[tuple[str, str], tuple[Callable[[_Weights], Run], int]] = {
+    ("w8a8", "zentorch int8"): (_zentorch_int8, 8),
+    ("w8a8", "onednn int8"): (_onednn_int8, 8),
+    ("w8a8", "zentorch bf16"): (_zentorch_bf16, 16),
+    ("w4a8", "zentorch w4a8"): (_zentorch_w4a8, 4),
+    ("w4a8", "zentorch w4a16"): (_zentorch_w4a16, 4),
+    ("w4a8", "torch int4"): (_torch_int4, 4),
+    ("w4a8", "zentorch bf16"): (_zentorch_bf16, 16),
+    ("w4a16", "zentorch w4a16"): (_zentorch_w4a16, 4),
 }
 
 
@@ -129,7 +130,7 @@ STOCK: dict[tuple[int, str], tuple[Callable[[_Weights], Run], int]] = {
 class Linear(Point):
     """`rows` of activations through one layer, against one path of stock."""
 
-    bits: int
+    scheme: str
     columns: int
     k: int
     rows: int
@@ -137,12 +138,19 @@ class Linear(Point):
 
     @property
     def name(self) -> str:
-        scheme = "w8a8" if self.bits == 8 else f"w4a8 g{GROUP}"
+        scheme = self.scheme if self.bits == 8 else f"{self.scheme} g{GROUP}"
         return f"{scheme} {self.columns}x{self.k} M={self.rows} against {self.against}"
 
     @property
+    def bits(self) -> int:
+        """Of our weights."""
+        return 8 if self.scheme == "w8a8" else 4
+
+    @property
     def limit(self) -> str:
-        return "bandwidth" if self.rows * 2 * 8 / self.bits < RIDGE else "int8"
+        if self.rows * 2 * 8 / self.bits < RIDGE:
+            return "bandwidth"
+        return "compute" if self.scheme == "w4a16" else "int8"
 
     @property
     def cache_bytes(self) -> int:
@@ -150,10 +158,10 @@ class Linear(Point):
         scales = 4 * self.columns if self.bits == 8 else 2 * self.columns * self.k // GROUP
         return self.columns * self.k * self.bits // 8 + scales
 
-    @property
-    def copy_bytes(self) -> int:
+    def memory_bytes(self, copies: int) -> int:
         """Of both sides together."""
-        return self.cache_bytes + self.columns * self.k * STOCK[self.bits, self.against][1] // 8
+        stock = self.columns * self.k * STOCK[self.scheme, self.against][1] // 8
+        return copies * (self.cache_bytes + stock)
 
     @property
     def work(self) -> float:
@@ -164,15 +172,16 @@ class Linear(Point):
         """Ours and stock's, over `copies` of the same weights."""
         weights = _Weights.of(self.bits, self.columns, self.k)
         x = torch.randn(self.rows, self.k, generator=torch.Generator().manual_seed(1)).bfloat16()
-        stock, _ = STOCK[self.bits, self.against]
-        return _Ours(x, weights, copies), _Stock(x, [stock(weights) for _ in range(copies)])
+        stock, _ = STOCK[self.scheme, self.against]
+        return _Ours(x, weights, self.scheme, copies), _Stock(x, [stock(weights) for _ in range(copies)])
 
 
 class _Ours:
     """Our op over copies of a packed weight that lie one after the other."""
 
-    def __init__(self, x: torch.Tensor, weights: _Weights, copies: int) -> None:
+    def __init__(self, x: torch.Tensor, weights: _Weights, scheme: str, copies: int) -> None:
         self._x = x
+        self._act_bits = int(scheme[3:])
         packed: ops_linear.Int8Weight | ops_linear.Int4Weight
         if weights.scale.dim() == 1:
             codes, scale = ops.quantize_rows_s8(weights.bf16, rotate=True)  # as zen_int8 does
@@ -186,7 +195,10 @@ class _Ours:
         ]
 
     def run(self, copy: int) -> torch.Tensor:
-        return self._layers[copy].linear(self._x)
+        layer = self._layers[copy]
+        if isinstance(layer, ops_linear.Int8Weight):
+            return layer.linear(self._x)
+        return layer.linear(self._x, act_bits=self._act_bits)
 
 
 class _Stock:
@@ -202,6 +214,6 @@ class _Stock:
 def grid() -> Iterator[Linear]:
     """Every point, layer by layer."""
     for columns, k in SHAPES:
-        for bits, against in STOCK:
+        for scheme, against in STOCK:
             for rows in ROWS:
-                yield Linear(bits, columns, k, rows, against)
+                yield Linear(scheme, columns, k, rows, against)

@@ -25,12 +25,9 @@ def method_of(layer: Any, scheme: Scheme, prefix: str, progress: weights.Progres
         return UnquantizedFusedMoEMethod(config), scheme
     if config.activation.value not in ACTIVATIONS:
         reason = f"their activation is {config.activation.value}, ours are {', '.join(ACTIVATIONS)}"
-    elif scheme.act_bits == 16:
-        reason = "act_bits=16 has no kernel for them"
-    else:
-        return ZenExpertsMethod(config, scheme, prefix, progress), scheme
-    _say_unquantized(reason)
-    return UnquantizedFusedMoEMethod(config), Scheme("bf16")
+        _say_unquantized(reason)
+        return UnquantizedFusedMoEMethod(config), Scheme("bf16")
+    return ZenExpertsMethod(config, scheme, prefix, progress), scheme
 
 
 class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
@@ -55,21 +52,18 @@ class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
         self._zero_padding(layer)
         layer.zen_intermediate = layer.w2_weight.shape[-1]
         for name in LAYERS:
-            stacked = getattr(layer, f"{name}_weight").detach()
-            operands = {**self._quantized(stacked, name), "bias": self._bias(layer, name)}
+            all_experts = getattr(layer, f"{name}_weight").detach()
+            operands = {**self._quantized(all_experts, name), "bias": self._bias(layer, name)}
             weights.attach(layer, operands, f"{name}_")
-            self.progress.add(stacked.numel())
+            self.progress.add(all_experts.numel())
             free_weight(layer, f"{name}_weight")
 
-    def _quantized(self, stacked: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        operands: dict[str, torch.Tensor] = {}
-        for expert, weight in enumerate(stacked):
-            parts = weights.quantize(weight, self.scheme, f"{self.prefix}.{expert}.{name}")
-            for key, part in parts.items():
-                if key not in operands:
-                    operands[key] = part.new_empty((len(stacked), *part.shape))
-                operands[key][expert] = part
-        return operands
+    def _quantized(self, all_experts: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        parts = (
+            weights.quantize(weight, self.scheme, f"{self.prefix}.{expert}.{name}")
+            for expert, weight in enumerate(all_experts)
+        )
+        return weights.stacked(parts, len(all_experts))
 
     def _bias(self, layer: Any, name: str) -> torch.Tensor | None:
         if not self.moe.has_bias:
@@ -104,6 +98,7 @@ class ZenExpertsMethod(OnlineMoEMethodBase):  # type: ignore[misc]
             intermediate=layer.zen_intermediate,
             activation=layer.activation.value,
             rotated=self.scheme.rotated,
+            act_bits=self.scheme.act_bits,
         )
 
 

@@ -14,7 +14,6 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, MPLinea
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
 from vllm.scalar_type import scalar_types
 
-from vllm_zen import zentorch
 from vllm_zen.activation import logger
 from vllm_zen.errors import UnsupportedError
 from vllm_zen.linear import dispatch
@@ -61,7 +60,7 @@ class ZenInt4LinearKernel(MPLinearKernel):  # type: ignore[misc]
             codes if order is None else codes[:, order],
             _of_native_groups(_by_output(scale), inputs, scheme.group),
             _of_native_groups(_by_output(zero_points), inputs, scheme.group) if scheme.zero_points else None,
-            scheme,
+            scheme.group,
         )
         _attach(layer, operands, outputs, scheme)
         _free(layer, self.w_q_name, self.w_s_name, self.w_zp_name)
@@ -128,12 +127,6 @@ def _why_not_int4(c: MPLinearLayerConfig) -> str:
         return f"activations in {c.act_type}; ours take bfloat16 and float32"
     if c.group_size != -1 and c.group_size not in GROUPS and c.group_size % max(GROUPS):
         return f"groups of {c.group_size}; ours have 32, 64 or a multiple of 128"
-    if _act_bits() == 16:
-        ok, reason = zentorch.supports_linear(c.act_type)
-        if not ok or c.act_type != torch.bfloat16:
-            return f"activations of 16 bits, which run on zentorch: {reason or c.act_type}"
-        if c.partition_weight_shape[0] % (c.group_size if c.group_size in GROUPS else max(GROUPS)):
-            return f"activations of 16 bits, and {c.partition_weight_shape[0]} inputs are no whole groups"
     return ""
 
 

@@ -51,7 +51,7 @@ class Settings:
 
     # Weights that share a scale, along the inputs; int4 only.
     group_size: int = 128
-    # Activations of int4 layers: int8, a scale a token and group, or bf16 (symmetric weights, by zentorch).
+    # Activations of int4 layers: int8, a scale a token and group, or bf16.
     act_bits: int = 8
     # int4 with a zero point a group.
     zero_points: bool = False
@@ -86,10 +86,6 @@ class Settings:
                 f"{_list(SCHEMES)}."
             )
         settings = cls(**given)
-        if settings.act_bits == 16 and settings.zero_points:
-            raise UnsupportedError(
-                f"{where}: act_bits=16 takes symmetric weights only; leave zero_points out."
-            )
         if settings.embedding == "head" and settings.head != "int8":
             raise UnsupportedError(f'{where}: embedding="head" reads int8 rows and needs head="int8".')
         return settings

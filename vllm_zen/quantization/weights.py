@@ -2,12 +2,12 @@
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from vllm_zen import envs, ops, ops_linear, zentorch
+from vllm_zen import envs, ops, ops_linear
 from vllm_zen.activation import logger
 from vllm_zen.errors import ModelError, UnsupportedError
 from vllm_zen.ops_linear import COLUMNS, Int4Weight, Int8Weight
@@ -56,10 +56,6 @@ def quantize(weight: torch.Tensor, scheme: Scheme, name: str) -> dict[str, torch
             f"{name}: the weight holds NaN or infinity, which no scale can quantize. Check the checkpoint, "
             'or keep the layer as it is: {"vllm_zen": {"quantization": {"layers": {"' + name + '": "bf16"}}}}'
         )
-    if scheme.act_bits == 16:
-        _check_w4a16(weight, scheme)
-        codes, scale, _ = ops_linear.search_groups_s4(weight.contiguous(), scheme.group, emphasis=EMPHASIS)
-        return pack_int4(codes, scale, None, scheme)
     operands: dict[str, torch.Tensor] = {}
     done = 0  # blocks of columns
     for slab in _slabs(weight):
@@ -88,16 +84,15 @@ def run(
         return ops_linear.linear_w8a8(
             x, operands["weight"], operands["scale"], bias, columns, rotated=scheme.rotated
         )
-    if scheme.act_bits == 8:
-        return ops_linear.linear_w4a8(
-            x, operands["weight"], operands["scale"], operands.get("offset"), bias, columns
-        )
-    flat = x.reshape(-1, x.shape[-1])
-    output = zentorch.ops().zentorch_woq_linear(
-        flat, operands["weight"].t(), operands["scale"], operands.get("offset"), bias
+    return ops_linear.linear_w4(
+        x,
+        operands["weight"],
+        operands["scale"],
+        operands.get("offset"),
+        bias,
+        columns,
+        act_bits=scheme.act_bits,
     )
-    result: torch.Tensor = output.view(*x.shape[:-1], columns)
-    return result
 
 
 def attach(layer: Any, operands: dict[str, Any], of: str = "") -> None:
@@ -111,27 +106,31 @@ def operands_of(layer: Any, of: str = "") -> dict[str, Any]:
     return {name: getattr(layer, OPERAND + of + name, None) for name in OPERANDS}
 
 
+def stacked(parts: Iterable[dict[str, torch.Tensor]], count: int) -> dict[str, torch.Tensor]:
+    """The operands of `count` weights of one shape as one tensor each, with no second copy of them all."""
+    operands: dict[str, torch.Tensor] = {}
+    for at, part in enumerate(parts):
+        for name, operand in part.items():
+            if name not in operands:
+                operands[name] = operand.new_empty((count, *operand.shape))
+            operands[name][at] = operand
+    return operands
+
+
 def pack_int8(codes: torch.Tensor, scale: torch.Tensor, *, rotated: bool = False) -> dict[str, torch.Tensor]:
     """The operands of a weight of codes int8 [N, K] and scale [N]."""
     return _by_name(Int8Weight.pack(codes, scale, rotated=rotated))
 
 
 def pack_int4(
-    codes: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None, scheme: Scheme
+    codes: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None, group: int
 ) -> dict[str, torch.Tensor]:
     """The operands of a weight scale * (codes - zero_points): codes uint8 [N, K], the others [N, groups].
 
-    None for zero points of 8. With act_bits=16, K must be whole groups.
+    None for zero points of 8.
     """
-    if scheme.act_bits == 16:
-        signed = codes.to(torch.int8) - (8 if zero_points is None else 0)
-        packed = zentorch.ops().zentorch_woq_repack_weight(signed.contiguous())
-        operands = {"weight": packed, "scale": scale.t().contiguous()}
-        if zero_points is not None:
-            operands["offset"] = zero_points.to(torch.int8).t().contiguous()
-        return operands
     offset = None if zero_points is None else (8 - zero_points.to(scale.dtype)) * scale
-    return _by_name(Int4Weight.pack(codes, scale, offset, scheme.group))
+    return _by_name(Int4Weight.pack(codes, scale, offset, group))
 
 
 def _by_name(packed: Int8Weight | Int4Weight) -> dict[str, torch.Tensor]:
@@ -168,17 +167,3 @@ def _pack(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
         weight.contiguous(), scheme.group, with_offset=scheme.zero_points, emphasis=EMPHASIS
     )
     return _by_name(Int4Weight.pack(codes, scale, offset, scheme.group))
-
-
-def _check_w4a16(weight: torch.Tensor, scheme: Scheme) -> None:
-    ok, reason = zentorch.supports_linear(torch.bfloat16)
-    if not ok or weight.dtype != torch.bfloat16:
-        raise UnsupportedError(
-            f"act_bits=16 runs on zentorch, in bfloat16: {reason or f'the model is in {weight.dtype}'}. "
-            "Use act_bits=8."
-        )
-    if weight.shape[1] % scheme.group:
-        raise UnsupportedError(
-            f"act_bits=16 takes inputs that are a multiple of the group of {scheme.group}, not "
-            f"{weight.shape[1]}. Use act_bits=8 or another group_size."
-        )
