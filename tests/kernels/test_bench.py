@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_zen import cli, ops, zentorch
-from vllm_zen.bench import attention, kernels, linear
+from vllm_zen.bench import attention, kernels, linear, moe
 from vllm_zen.errors import BenchmarkError
 
 DECODE = attention.Attention(2, 1, 200, 4, 2, 64)
@@ -33,18 +33,29 @@ def test_both_sides_agree_and_the_figures_hang_together():
 _alive = []
 
 
-@pytest.mark.parametrize(("bits", "against"), linear.STOCK)
-def test_linear_agrees_with_every_path_of_stock(bits, against, monkeypatch):
-    build, width = linear.STOCK[bits, against]
+@pytest.mark.parametrize(("scheme", "against"), linear.STOCK)
+def test_linear_agrees_with_every_path_of_stock(scheme, against, monkeypatch):
+    build, width = linear.STOCK[scheme, against]
 
     def build_and_keep(weights):
         _alive.append(build(weights))
         return _alive[-1]
 
-    monkeypatch.setitem(linear.STOCK, (bits, against), (build_and_keep, width))
+    monkeypatch.setitem(linear.STOCK, (scheme, against), (build_and_keep, width))
     if "zentorch" in against and not zentorch.supports_linear(torch.bfloat16)[0]:
         pytest.skip(f"{against}: {zentorch.supports_linear(torch.bfloat16)[1]}")
-    points = [linear.Linear(bits, 128, 256, rows, against) for rows in (1, 33)]
+    points = [linear.Linear(scheme, 128, 256, rows, against) for rows in (1, 33)]
+    rows, left_out = kernels.measure(points, l3_bytes=2**16, pairs=1, say=lambda line: None)
+    assert not left_out and all(0 <= row.difference < 2**-4 for row in rows)
+    assert [row.limit_kind for row in rows] == ["bandwidth", "compute" if scheme == "w4a16" else "int8"]
+
+
+@pytest.mark.parametrize(("bits", "against"), moe.STOCK)
+def test_experts_agree_with_every_path_of_stock(bits, against):
+    if not zentorch.load().usable:
+        pytest.skip(zentorch.load().reason)
+    model = moe.Model("tiny", experts=4, top_k=2, hidden=256, intermediate=128)
+    points = [moe.Moe(bits, model, rows, against) for rows in (1, 64)]
     rows, left_out = kernels.measure(points, l3_bytes=2**16, pairs=1, say=lambda line: None)
     assert not left_out and all(0 <= row.difference < 2**-4 for row in rows)
     assert [row.limit_kind for row in rows] == ["bandwidth", "int8"]
@@ -61,6 +72,21 @@ def test_a_wrong_result_is_no_result():
     stock.query.neg_()
     with pytest.raises(BenchmarkError, match="the outputs differ"):
         kernels._difference(DECODE, ours.run(0), stock.run(0))
+
+
+def test_a_wrong_result_does_not_end_the_others(monkeypatch):
+    sides = attention.Attention.sides
+
+    def wrong_at_first(point, copies):
+        ours, stock = sides(point, copies)
+        if point is DECODE:
+            stock.query.neg_()
+        return ours, stock
+
+    monkeypatch.setattr(attention.Attention, "sides", wrong_at_first)
+    rows, left_out = kernels.measure([DECODE, CHUNK], l3_bytes=0, pairs=1, say=lambda line: None)
+    assert [row.name for row in rows] == [CHUNK.name]
+    assert list(left_out) == [DECODE.name] and "the outputs differ" in left_out[DECODE.name]
 
 
 def test_a_point_without_room_is_named():

@@ -63,10 +63,9 @@ class Point(ABC):
     def cache_bytes(self) -> int:
         """Of one copy of the data."""
 
-    @property
-    def copy_bytes(self) -> int:
-        """Of one copy on both sides."""
-        return 2 * self.cache_bytes
+    def memory_bytes(self, copies: int) -> int:
+        """What both sides take with so many copies."""
+        return copies * 2 * self.cache_bytes
 
     @abstractmethod
     def sides(self, copies: int) -> tuple[OurSide, Side]:
@@ -106,12 +105,15 @@ def measure(
     points = list(points)
     for number, point in enumerate(points, start=1):
         copies = _copies(point, l3_bytes)
-        needed = copies * point.copy_bytes
-        if needed > psutil.virtual_memory().available * 0.7:
-            left_out[point.name] = f"needs {needed / 2**30:.1f} GiB"
-            say(f"[{number}/{len(points)}] {point.name}: left out, {left_out[point.name]}")
+        needed = point.memory_bytes(copies)
+        try:
+            if needed > psutil.virtual_memory().available * 0.7:
+                raise BenchmarkError(f"needs {needed / 2**30:.1f} GiB")
+            row = measure_point(point, copies, pairs)
+        except BenchmarkError as error:
+            left_out[point.name] = str(error)
+            say(f"[{number}/{len(points)}] {point.name}: left out, {error}")
             continue
-        row = measure_point(point, copies, pairs)
         rows.append(row)
         say(
             f"[{number}/{len(points)}] {row.name}: {row.time_ratio:.2f} of stock's time, "
@@ -147,8 +149,8 @@ def _difference(point: Point, ours: torch.Tensor, stock: torch.Tensor) -> float:
     largest = float((ours.float() - stock.float()).abs().max() / stock.float().abs().max())
     if not largest < 8 * 2.0**-7:
         raise BenchmarkError(
-            f"{point.name}: the outputs differ by {largest:.3g} of the largest one. A faster wrong answer is "
-            "no result; please report this with the output of vllm-zen doctor."
+            f"the outputs differ by {largest:.3g} of the largest one, and a wrong answer is no result: "
+            "please report it with the output of vllm-zen doctor"
         )
     return largest
 

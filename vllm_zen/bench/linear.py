@@ -57,7 +57,7 @@ def _zentorch() -> Any:
     """zentorch's ops. Raises BenchmarkError where they cannot run."""
     ok, reason = zentorch.supports_linear(torch.bfloat16)
     if not ok:
-        raise BenchmarkError(f"{reason}; measure the rest with --only onednn or --only 'torch int4'")
+        raise BenchmarkError(reason)
     return zentorch.ops()
 
 

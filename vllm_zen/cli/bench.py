@@ -16,12 +16,12 @@ from vllm_zen.cli.progress import say
 def add_commands(commands: Any) -> None:
     """Adds `bench` with its families to the parser's subcommands."""
     bench = commands.add_parser("bench", help="ours against stock vLLM on this machine")
-    families = bench.add_subparsers(dest="family", required=True, metavar="FAMILY")
-    serve = families.add_parser(
+    kinds = bench.add_subparsers(dest="family", required=True, metavar="FAMILY")
+    serve = kinds.add_parser(
         "serve",
         help="a served model: TTFT, TPOT, ITL, throughput, memory",
-        description="Starts both servers, runs vLLM's benchmark client against them in turn, and compares "
-        "the runs pair by pair. What follows -- goes to both servers.",
+        description="Starts ours and stock vLLM's server, runs vLLM's benchmark client against them in turn, "
+        "and compares the runs pair by pair. What follows -- goes to every server.",
     )
     what = serve.add_mutually_exclusive_group(required=True)
     what.add_argument("model", nargs="?", help="a local folder, or a hub id in the local cache")
@@ -36,13 +36,15 @@ def add_commands(commands: Any) -> None:
     serve.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for our side only")
     serve.add_argument("--json", action="store_true", help="print results.json instead of the table")
     serve.set_defaults(run=_bench_serve)
-    kernels = families.add_parser(
+    kernels = kinds.add_parser(
         "kernels",
         help="kernels: rates, beside the limit of the machine",
         description="Runs each piece of work with our kernels and with stock vLLM's in turn, checks that the "
         "outputs agree, and holds both against the read bandwidth or GEMM peak measured between them.",
     )
-    kernels.add_argument("--family", dest="kernel_family", choices=("attention", "linear"), required=True)
+    kernels.add_argument(
+        "--family", dest="kernel_family", choices=("attention", "linear", "moe"), required=True
+    )
     kernels.add_argument("--only", default="", metavar="TEXT", help="points whose name contains it")
     kernels.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each side, default 5")
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -91,14 +93,14 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(len(cpus)))
     os.environ.setdefault("GOMP_CPU_AFFINITY", " ".join(map(str, cpus)))
     from vllm_zen import host, ops
-    from vllm_zen.bench import attention, kernels, linear
+    from vllm_zen.bench import attention, kernels, linear, moe
     from vllm_zen.bench.serve import describe_machine
     from vllm_zen.errors import BenchmarkError
 
     native = ops.load()
     if not native.ok:
         raise BenchmarkError(f"no native kernels: {native.reason}. {native.remedy}.")
-    every = list({"attention": attention, "linear": linear}[arguments.kernel_family].grid())
+    every = list({"attention": attention, "linear": linear, "moe": moe}[arguments.kernel_family].grid())
     points = [point for point in every if arguments.only in point.name]
     if not points:
         names = "; ".join(point.name for point in every)
@@ -115,4 +117,4 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         kernels.plot(rows, arguments.plot)
     print(kernels.markdown(rows, left_out, machine, argv))
-    return 0
+    return 1 if left_out else 0
