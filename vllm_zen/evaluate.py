@@ -20,29 +20,13 @@ from typing import Any
 
 from vllm_zen.errors import EvaluationError
 from vllm_zen.plots import load_pyplot
+from vllm_zen.schemes import SCHEMES, unknown
 
 # Tokens of a window: each is predicted from those before it in its window.
 WINDOW = 1024
 TOKENS = 20_480
 # Isaac Newton's Opticks, in a package that vLLM depends on.
 TEXT_PACKAGE, TEXT_FILE = "apache-tvm-ffi", "Isaac.Newton-Opticks.txt"
-
-# Engine arguments by scheme.
-SCHEMES: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "int8": {"quantization": "zen_int8"},
-    "int4": {"quantization": "zen_int4"},
-}
-for _name, _settings in {
-    "int4-g32": {"group_size": 32},
-    "int4-g64": {"group_size": 64},
-    "int4-zp": {"zero_points": True},
-    "int4-g32-zp": {"group_size": 32, "zero_points": True},
-}.items():
-    SCHEMES[_name] = {
-        "quantization": "zen_int4",
-        "additional_config": {"vllm_zen": {"quantization": _settings}},
-    }
 
 
 @dataclass(frozen=True)
@@ -74,9 +58,8 @@ def evaluate(
     model: str, schemes: Sequence[str], text: Path, tokens: int, say: Callable[[str], None]
 ) -> list[Score]:
     """Measures every scheme on the same tokens. Raises EvaluationError for an unknown scheme or a failure."""
-    unknown = [scheme for scheme in schemes if scheme not in SCHEMES]
-    if unknown or not schemes:
-        raise EvaluationError(f"--schemes: {', '.join(unknown) or 'none'}; allowed: {', '.join(SCHEMES)}.")
+    if wrong := unknown(schemes):
+        raise EvaluationError(wrong)
     results = []
     for number, scheme in enumerate(schemes, start=1):
         say(f"[{number}/{len(schemes)}] {scheme}: starting an engine")

@@ -3,13 +3,25 @@
 import json
 from pathlib import Path
 
-from vllm_zen.bench.serve import SIDES, Results, describe_machine
+from vllm_zen.bench.serve import STOCK, Results, describe_machine
 from vllm_zen.bench.statistics import Comparison
 from vllm_zen.errors import BenchmarkError
 from vllm_zen.plots import load_pyplot
 
-LABELS = {"zen": "vllm-zen", "stock": "stock vLLM"}
-COLORS = {"zen": "#c1272d", "stock": "#5a5a5a"}
+LABELS = {"zen": "vllm-zen", STOCK: "stock vLLM"}
+COLORS = {"zen": "#c1272d", STOCK: "#5a5a5a"}
+# Of ours with a scheme, in their order.
+SCHEME_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31")
+
+
+def label(side: str) -> str:
+    """What a side is called: `vllm-zen int8` for zen-int8."""
+    return LABELS.get(side) or f"{LABELS['zen']} {side.removeprefix('zen-')}"
+
+
+def _colors(results: Results) -> dict[str, str]:
+    others = iter(SCHEME_COLORS)
+    return {side: COLORS.get(side) or next(others) for side in results.sides}
 
 
 def write(results: Results, argv: list[str]) -> list[Path]:
@@ -24,7 +36,7 @@ def write(results: Results, argv: list[str]) -> list[Path]:
 
 
 def markdown(results: Results, machine: dict[str, str], argv: list[str]) -> str:
-    """One table for each concurrency."""
+    """One table for each concurrency and scheme."""
     request = results.request
     lines = [
         f"# {request.model.name}: vllm-zen against {request.baseline}",
@@ -33,19 +45,22 @@ def markdown(results: Results, machine: dict[str, str], argv: list[str]) -> str:
         + ", ".join(f"{name} {version}" for name, version in machine.items() if name not in ("cpu", "cpus")),
         f"`{' '.join(argv)}`: {request.input_len} tokens in, {request.output_len} out, {request.pairs} "
         f"interleaved pairs.",
-        f"Ours: `{results.startup_line or 'the Zen platform was not active'}`",
         "",
     ]
+    for side, line in results.startup_lines.items():
+        lines += [f"{label(side)}: `{line or 'the Zen platform was not active'}`", ""]
     for concurrency in request.concurrency:
-        lines += [f"## Concurrency {concurrency}", "", *_table(results.comparisons(concurrency)), ""]
-    peaks = ", ".join(f"{LABELS[side]} {results.peak_memory[side] / 2**20:.0f} MiB" for side in SIDES)
-    ready = ", ".join(f"{LABELS[side]} {results.ready_seconds[side]:.0f} s" for side in SIDES)
+        lines += [f"## Concurrency {concurrency}", ""]
+        for side in results.ours:
+            lines += [*_table(label(side), results.comparisons(side, concurrency)), ""]
+    peaks = ", ".join(f"{label(side)} {size / 2**20:.0f} MiB" for side, size in results.peak_memory.items())
+    ready = ", ".join(f"{label(side)} {seconds:.0f} s" for side, seconds in results.ready_seconds.items())
     lines += [f"Peak memory, processes summed: {peaks}. Ready after: {ready}.", ""]
     return "\n".join(lines)
 
 
-def _table(rows: list[Comparison]) -> list[str]:
-    lines = ["| | vllm-zen | stock | ratio (min to max) | verdict |", "|---|---|---|---|---|"]
+def _table(ours: str, rows: list[Comparison]) -> list[str]:
+    lines = [f"| | {ours} | stock | ratio (min to max) | verdict |", "|---|---|---|---|---|"]
     for row in rows:
         lines.append(
             f"| {row.metric} | {row.ours.median:.4g} {row.unit} ({row.ours.low:.4g} to {row.ours.high:.4g}) "
@@ -63,7 +78,7 @@ def plots(results: Results) -> list[Path]:
         return []
     request = results.request
     figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for side in SIDES:
+    for side, color in _colors(results).items():
         values = [
             [run.metrics["output_throughput"] for run in results.of(side, c)] for c in request.concurrency
         ]
@@ -78,8 +93,8 @@ def plots(results: Results) -> list[Path]:
             yerr=spread,
             marker="o",
             capsize=4,
-            color=COLORS[side],
-            label=LABELS[side],
+            color=color,
+            label=label(side),
         )
     axes.set(xlabel="concurrent requests", ylabel="output tokens per second", title=request.model.name)
     axes.set_xscale("log", base=2)
@@ -97,15 +112,17 @@ def _plot_tpot(results: Results) -> Path:
     """The distribution of time per output token over requests, a panel for each concurrency."""
     from matplotlib import pyplot
 
-    counts = results.request.concurrency
+    counts, colors = results.request.concurrency, _colors(results)
+    width = 1.6 * len(colors) * len(counts) + 1
     figure, panels = pyplot.subplots(
-        1, len(counts), figsize=(3.2 * len(counts) + 1, 4.2), squeeze=False, layout="constrained"
+        1, len(counts), figsize=(width, 4.2), squeeze=False, layout="constrained"
     )
     for axes, concurrency in zip(panels[0], counts, strict=True):
-        values = [[tpot for run in results.of(side, concurrency) for tpot in run.tpots_ms] for side in SIDES]
-        boxes = axes.boxplot(values, tick_labels=[LABELS[side] for side in SIDES], patch_artist=True)
-        for box, side in zip(boxes["boxes"], SIDES, strict=True):
-            box.set_facecolor(COLORS[side])
+        values = [[tpot for run in results.of(side, concurrency) for tpot in run.tpots_ms] for side in colors]
+        names = [label(side).replace(" ", "\n") for side in colors]
+        boxes = axes.boxplot(values, tick_labels=names, patch_artist=True)
+        for box, color in zip(boxes["boxes"], colors.values(), strict=True):
+            box.set_facecolor(color)
             box.set_alpha(0.5)
         axes.set(title=f"{concurrency} concurrent", ylim=(0, None))
         axes.grid(axis="y", alpha=0.3)

@@ -1,5 +1,6 @@
 """Ours against stock vLLM, served: the same model, threads and memory, measured in turn on this machine."""
 
+import contextlib
 import json
 import os
 import sys
@@ -15,9 +16,10 @@ from vllm_zen import binding, checkpoint, host
 from vllm_zen.bench.server import Server, Side, run_bounded
 from vllm_zen.bench.statistics import Comparison, compare
 from vllm_zen.errors import BenchmarkError
+from vllm_zen.schemes import server_arguments, unknown
 
 RUN_TIMEOUT_SECONDS = 1800
-SIDES = ("zen", "stock")
+STOCK = "stock"
 BASELINES = {
     "stock": "vLLM without this plugin, on the same threads",
     "stock-default": "vLLM without this plugin, on the threads it chooses",
@@ -37,11 +39,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `arguments` go to both servers, `environment` to ours only."""
+    """What to measure. `arguments` go to every server, `environment` to ours only."""
 
     model: Path
     out: Path
     baseline: str = "stock"
+    schemes: tuple[str, ...] = ("bf16",)  # a server of ours each; stock's runs in bf16
     concurrency: tuple[int, ...] = (1, 8)
     input_len: int = 256
     output_len: int = 64
@@ -77,17 +80,22 @@ class Results:
     runs: list[Run]
     ready_seconds: dict[str, float]
     peak_memory: dict[str, int]
-    startup_line: str
+    startup_lines: dict[str, str]  # of ours
+
+    @property
+    def ours(self) -> list[str]:
+        """Names of our sides."""
+        return [side for side in self.sides if side != STOCK]
 
     def of(self, side: str, concurrency: int) -> list[Run]:
         """The runs of one side at one concurrency, by pair."""
         return [run for run in self.runs if (run.side, run.concurrency) == (side, concurrency)]
 
-    def comparisons(self, concurrency: int) -> list[Comparison]:
-        """Each figure of one concurrency over its pairs."""
+    def comparisons(self, side: str, concurrency: int) -> list[Comparison]:
+        """Each figure of one of our sides against stock's, at one concurrency, over its pairs."""
         rows = []
         for key, name, unit, higher in METRICS:
-            ours, stock = ([run.metrics[key] for run in self.of(side, concurrency)] for side in SIDES)
+            ours, stock = ([run.metrics[key] for run in self.of(of, concurrency)] for of in (side, STOCK))
             if all(value > 0 for value in ours + stock):
                 rows.append(compare(name, unit, higher, ours, stock))
         return rows
@@ -99,10 +107,13 @@ class Results:
             "sides": {name: asdict(side) for name, side in self.sides.items()},
             "ready_seconds": self.ready_seconds,
             "peak_memory_bytes": self.peak_memory,
-            "startup_line": self.startup_line,
+            "startup_lines": self.startup_lines,
             "comparisons": {
-                str(concurrency): [asdict(row) for row in self.comparisons(concurrency)]
-                for concurrency in self.request.concurrency
+                side: {
+                    str(concurrency): [asdict(row) for row in self.comparisons(side, concurrency)]
+                    for concurrency in self.request.concurrency
+                }
+                for side in self.ours
             },
             "runs": [asdict(run) for run in self.runs],
         }
@@ -114,6 +125,8 @@ def check(request: Request) -> None:
         raise BenchmarkError(
             f"--baseline {request.baseline!r} is not known. Allowed: {', '.join(BASELINES)}."
         )
+    if wrong := unknown(request.schemes):
+        raise BenchmarkError(wrong)
     numbers = {
         "--concurrency": min(request.concurrency, default=0),
         "--input-len": request.input_len,
@@ -129,7 +142,7 @@ def check(request: Request) -> None:
 
 
 def sides(request: Request) -> dict[str, Side]:
-    """The two commands. They differ in the environment only."""
+    """The commands of ours, a scheme each, and of stock's. In bf16 they differ in the environment only."""
     model = checkpoint.read(str(request.model))
     length = request.input_len + request.output_len
     # Room for every client's request, and half as much again for blocks that are not full.
@@ -141,12 +154,12 @@ def sides(request: Request) -> dict[str, Side]:
     command += ["--load-format", "dummy"] if request.dummy_weights else []
     command += request.arguments
     bind = {binding.BIND: os.environ.get(binding.BIND) or _threads()}
-    return {
-        "zen": Side("zen", tuple(command), bind | request.environment),
-        "stock": Side(
-            "stock", tuple(command), {"VLLM_PLUGINS": ""} | (bind if request.baseline == "stock" else {})
-        ),
-    }
+    found = {}
+    for scheme in request.schemes:
+        name = "zen" if scheme == "bf16" else f"zen-{scheme}"
+        found[name] = Side(name, (*command, *server_arguments(scheme)), bind | request.environment)
+    of_stock = {"VLLM_PLUGINS": ""} | (bind if request.baseline == "stock" else {})
+    return found | {STOCK: Side(STOCK, tuple(command), of_stock)}
 
 
 def _threads() -> str:
@@ -158,23 +171,24 @@ def _threads() -> str:
 
 
 def measure(request: Request, say: Say) -> Results:
-    """Starts both sides, warms them, runs the pairs, and ends them. Raises BenchmarkError."""
+    """Starts every side, warms it, runs the pairs, and ends them. Raises BenchmarkError."""
     check(request)
     (request.out / "raw").mkdir(parents=True, exist_ok=True)
-    both = sides(request)
-    servers = {name: Server(side, request.out / f"{name}.log") for name, side in both.items()}
-    with servers["zen"] as zen, servers["stock"] as stock:
-        stock.pause()  # it has only begun to import
-        ready = {"zen": _start(zen, request, say)}
-        _check_room(zen)
-        stock.resume()
-        ready["stock"] = _start(stock, request, say)
+    named = sides(request)
+    ready = {}
+    with contextlib.ExitStack() as running:
+        servers: dict[str, Server] = {}
+        for name, side in named.items():
+            if servers:
+                _check_room(servers)
+            servers[name] = running.enter_context(Server(side, request.out / f"{name}.log"))
+            ready[name] = _start(servers[name], request, say)
         runs = _interleave(request, servers, say)
         for server in servers.values():
             server.resume()
         peaks = {name: server.peak_memory() for name, server in servers.items()}
-        line = zen.startup_line()
-    return Results(request, both, runs, ready, peaks, line)
+        lines = {name: server.startup_line() for name, server in servers.items() if name != STOCK}
+    return Results(request, named, runs, ready, peaks, lines)
 
 
 def _start(server: Server, request: Request, say: Say) -> float:
@@ -194,19 +208,26 @@ def _start(server: Server, request: Request, say: Say) -> float:
     return seconds
 
 
-def _check_room(first: Server) -> None:
-    """The second server needs about what the first one took."""
-    need, free = first.peak_memory(), psutil.virtual_memory().available
+def _check_room(servers: dict[str, Server]) -> None:
+    """Another server may need as much as the largest one so far."""
+    need = max(server.peak_memory() for server in servers.values())
+    free = psutil.virtual_memory().available
     if need > free:
         raise BenchmarkError(
-            f"both servers must fit at once: one takes {need / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are "
-            f"left. Take a smaller model, or fewer and shorter requests."
+            f"all servers must fit at once: beside {', '.join(servers)} the next may take {need / 2**30:.1f} "
+            f"GiB and {free / 2**30:.1f} GiB are left. Take a smaller model, fewer schemes, or fewer and "
+            "shorter requests."
         )
 
 
 def _interleave(request: Request, servers: dict[str, Server], say: Say) -> list[Run]:
     runs: list[Run] = []
-    order = [(c, pair, s) for c in request.concurrency for pair in range(1, request.pairs + 1) for s in SIDES]
+    order = [
+        (concurrency, pair, side)
+        for concurrency in request.concurrency
+        for pair in range(1, request.pairs + 1)
+        for side in servers
+    ]
     began = time.monotonic()
     for done, (concurrency, pair, side) in enumerate(order, start=1):
         server = servers[side]
@@ -222,7 +243,7 @@ def _interleave(request: Request, servers: dict[str, Server], say: Say) -> list[
 
 
 def _client(server: Server, request: Request, concurrency: int, pair: int) -> Run:
-    """One run of vLLM's client. Both sides of a pair get the same prompts, and every pair others."""
+    """One run of vLLM's client. All sides of a pair get the same prompts, and every pair others."""
     name = f"{server.side.name}-c{concurrency}-{pair}.json"
     command = [sys.executable, "-m", "vllm_zen.bench.client", "--backend", "openai", "--base-url", server.url]
     command += ["--model", "bench", "--tokenizer", str(request.model), "--dataset-name", "random"]

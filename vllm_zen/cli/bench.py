@@ -27,6 +27,7 @@ def add_commands(commands: Any) -> None:
     what.add_argument("model", nargs="?", help="a local folder, or a hub id in the local cache")
     what.add_argument("--shape", metavar="NAME", help="a known shape with random weights, as llama-1b")
     serve.add_argument("--baseline", default="stock", help="stock (same threads) or stock-default")
+    serve.add_argument("--schemes", default="bf16", metavar="NAME,NAME", help="of ours, as bf16,int8,int4")
     serve.add_argument("--concurrency", default="1,8", metavar="N,N", help="default 1,8")
     serve.add_argument("--input-len", type=int, default=256, metavar="TOKENS", help="default 256")
     serve.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="default 64")
@@ -71,6 +72,7 @@ def _bench_serve(arguments: argparse.Namespace) -> int:
             model=model,
             out=arguments.out or serve.default_folder(time.localtime()),
             baseline=arguments.baseline,
+            schemes=tuple(arguments.schemes.split(",")),
             concurrency=concurrency,
             input_len=arguments.input_len,
             output_len=arguments.output_len,
