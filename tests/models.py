@@ -63,3 +63,35 @@ def _save(model: Any, config: Any, dtype: torch.dtype, folder: Path) -> Path:
     model(config).to(dtype).save_pretrained(folder)
     build_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def build_adapter(base: Path, adapter: Path, merged: Path, strength: float, rank: int = 8) -> None:
+    """A random LoRA adapter for every linear layer of a model, and the model with the adapter merged in.
+
+    What it adds to a weight has `strength` of the weight's norm.
+    """
+    import json
+
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    targets, parts = set(), {}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        down, up = torch.randn(rank, module.in_features), torch.randn(module.out_features, rank)
+        weight = module.weight.data.float()
+        up *= strength * weight.norm() / (up @ down).norm()
+        down, up = down.bfloat16(), up.bfloat16()
+        module.weight.data = (weight + up.float() @ down.float()).bfloat16()
+        parts[f"base_model.model.{name}.lora_A.weight"] = down
+        parts[f"base_model.model.{name}.lora_B.weight"] = up
+        targets.add(name.rpartition(".")[2])
+    model.save_pretrained(merged)
+    AutoTokenizer.from_pretrained(base).save_pretrained(merged)
+    adapter.mkdir(parents=True)
+    save_file(parts, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets)}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))

@@ -14,6 +14,7 @@ from typing import Any
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
 
     llm = LLM(**{"kv_cache_memory_bytes": 2**28, "max_model_len": 512, "seed": 0, **request["engine"]})
@@ -24,7 +25,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         logprobs=2,
         prompt_logprobs=request.get("prompt_logprobs"),
     )
-    passes = [llm.generate(request["prompts"], sampling, use_tqdm=False) for _ in range(request["passes"])]
+    adapter = LoRARequest("adapter", 1, request["adapter"]) if "adapter" in request else None
+    passes = [
+        llm.generate(request["prompts"], sampling, use_tqdm=False, lora_request=adapter)
+        for _ in range(request["passes"])
+    ]
     completions = [output.outputs[0] for output in passes[-1]]
     preemptions = None
     if request["engine"].get("disable_log_stats") is False:

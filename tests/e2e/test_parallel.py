@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):"]
+WORDS = ["the a of to", "w1 w2 w3", "in is it that was for on"]
 TOKENS = 12
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
 
@@ -59,25 +60,52 @@ def test_pipeline_parallel(generate, demo_model, platform_environment, reference
     assert_equal_up_to_ties(PROMPTS, run.answer["tokens"], reference["tokens"], reference["logprobs"], TIE)
 
 
-@pytest.mark.timeout(600)
-def test_tensor_parallel(generate, generate_in, tmp_path, tmp_path_factory, platform_environment):
-    """On a tiny random Llama: the demo model's 9 attention heads cannot be split in two.
+# int4's groups of weights and activations are the same on either side of a split, which then only reorders
+# float32 sums. A scale of int8 covers what a rank has, so a split rounds elsewhere: see rounding().
+QUANTIZATIONS = ["", "zen_int4", "zen_int8"]
+
+
+def rounding(quantized, exact):
+    """By how much quantizing moves the best log-probability of a first token, at most, on either side."""
+    return 2 * max(
+        abs(a[0][0] - b[0][0]) for a, b in zip(quantized["logprobs"], exact["logprobs"], strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def unsplit(generate_all, tmp_path_factory, platform_environment):
+    """A tiny random Llama on a single worker: the demo model's 9 attention heads cannot be split in two.
 
     In float32, so that what the split of a sum may change is far below the distance of two tokens.
     """
-    model = str(build_llama(tmp_path / "model"))
-    prompts = ["the a of to", "w1 w2 w3", "in is it that was for on"]
-    engine = {"model": model, "dtype": "float32", **SMALL}
-    single = generate_in(tmp_path_factory.mktemp("single"), engine, prompts, TOKENS, **platform_environment)
-    assert single.returncode == 0, single.log[-3000:]
-    two = {**engine, "tensor_parallel_size": 2}
-    run = generate(two, prompts, TOKENS, **platform_environment, **PROCESSES)
+    folder = tmp_path_factory.mktemp("unsplit")
+    engine = {"model": str(build_llama(folder / "model")), "dtype": "float32", **SMALL}
+    options = {"additional_config": {"vllm_zen": {"quantization": {"group_size": 32}}}}
+    engines = {
+        name: {**engine, **({"quantization": name, **options} if name else {})} for name in QUANTIZATIONS
+    }
+    requests = [
+        {"engine": engine, "prompts": WORDS, "max_tokens": TOKENS, "passes": 1} for engine in engines.values()
+    ]
+    answers, log = generate_all(folder, requests, **platform_environment)
+    assert len(answers) == len(QUANTIZATIONS), log[-3000:]
+    return engines, dict(zip(QUANTIZATIONS, answers, strict=True))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "quantization", [*QUANTIZATIONS[:2], pytest.param(QUANTIZATIONS[2], marks=pytest.mark.full)]
+)
+def test_tensor_parallel(generate, platform_environment, unsplit, quantization):
+    engines, answers = unsplit
+    engine = {**engines[quantization], "tensor_parallel_size": 2}
+    run = generate(engine, WORDS, TOKENS, **platform_environment, **PROCESSES)
     assert run.returncode == 0, run.log[-3000:]
     assert run.answer["platform"] == "vllm_zen.platform.ZenCpuPlatform"
     assert_two_workers_on_cores_of_their_own(run.log)
-    assert_equal_up_to_ties(
-        prompts, run.answer["tokens"], single.answer["tokens"], single.answer["logprobs"], tie=1e-4
-    )
+    single = answers[quantization]
+    tie = rounding(single, answers[""]) if quantization == "zen_int8" else 1e-4
+    assert_equal_up_to_ties(WORDS, run.answer["tokens"], single["tokens"], single["logprobs"], tie)
 
 
 @pytest.mark.full
