@@ -13,8 +13,8 @@ from vllm_zen.errors import ModelError, UnsupportedError
 from vllm_zen.ops_linear import COLUMNS, Int4Weight, Int8Weight
 from vllm_zen.quantization.settings import Scheme
 
-# Weights of a slab: 16 Mi values are 32 MiB in bf16.
-SLAB = 2**24
+# Weights of a slab. In between, packing takes some 10 bytes each; with more it is slower, out of L2.
+SLAB = 2**21
 # What the error of a weight counts more by where the weight is large; see search_groups_s4().
 EMPHASIS = 1.0
 SECONDS_BETWEEN_REPORTS = 5.0
