@@ -33,8 +33,8 @@ MIN_CACHE_BYTES = 64 * 2**20
 BLOCK = 128  # tokens of a cache block
 # A decode step beside what the probe measures: wake-ups, Python and the small operators of a layer; and the
 # matrices are read more slowly with those between them. Fitted to measured steps (docs/concepts/plan.md).
-LAYER_SECONDS = 0.6e-3
-READ_FACTOR = 1.15
+LAYER_SECONDS = 0.45e-3
+READ_FACTOR = 1.05
 
 # Bytes a parameter of a linear layer or an expert takes. The head, the table and norms stay in bfloat16.
 SCHEMES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
