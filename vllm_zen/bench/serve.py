@@ -23,6 +23,7 @@ STOCK = "stock"
 BASELINES = {
     "stock": "vLLM without this plugin, on the same threads",
     "stock-default": "vLLM without this plugin, on the threads it chooses",
+    "stock-nobind": "vLLM without this plugin, on threads that are not bound",
 }
 
 # Key in the client's result, name, unit, whether higher is better.
@@ -158,7 +159,8 @@ def sides(request: Request) -> dict[str, Side]:
     for scheme in request.schemes:
         name = "zen" if scheme == "bf16" else f"zen-{scheme}"
         found[name] = Side(name, (*command, *server_arguments(scheme)), bind | request.environment)
-    of_stock = {"VLLM_PLUGINS": ""} | (bind if request.baseline == "stock" else {})
+    binds = {"stock": bind, "stock-nobind": {binding.BIND: "nobind"}}
+    of_stock = {"VLLM_PLUGINS": ""} | binds.get(request.baseline, {})
     return found | {STOCK: Side(STOCK, tuple(command), of_stock)}
 
 

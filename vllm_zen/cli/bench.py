@@ -26,7 +26,8 @@ def add_commands(commands: Any) -> None:
     what = serve.add_mutually_exclusive_group(required=True)
     what.add_argument("model", nargs="?", help="a local folder, or a hub id in the local cache")
     what.add_argument("--shape", metavar="NAME", help="a known shape with random weights, as llama-1b")
-    serve.add_argument("--baseline", default="stock", help="stock (same threads) or stock-default")
+    baselines = "stock (same threads), stock-default or stock-nobind"
+    serve.add_argument("--baseline", default="stock", metavar="NAME", help=baselines)
     serve.add_argument("--schemes", default="bf16", metavar="NAME,NAME", help="of ours, as bf16,int8,int4")
     serve.add_argument("--concurrency", default="1,8", metavar="N,N", help="default 1,8")
     serve.add_argument("--input-len", type=int, default=256, metavar="TOKENS", help="default 256")
