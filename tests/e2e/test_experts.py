@@ -3,17 +3,18 @@
 import pytest
 from models import build_moe
 
+from vllm_zen.schemes import SCHEMES
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPT = "the a of to and in is it that was w1 w2 w3 w4 w50 w60 w70 w80 the a"
-ZERO_POINTS = {"vllm_zen": {"quantization": {"group_size": 32, "zero_points": True}}}
 # The perplexity, about that of guessing among 2048 words, may differ by this factor either way: the model is
 # random, so a loss in quality moves it as often down as up.
 RUNS = {
     "bf16": ({}, 1.0, ""),
-    "int8": ({"quantization": "zen_int8"}, 1.01, "zen_int8 (w8a8, rotated), experts int8, head int8 |"),
+    "int8": (SCHEMES["int8"], 1.01, "zen_int8 (w8a8, rotated), experts int8, head int8 |"),
     "int4": (
-        {"quantization": "zen_int4", "additional_config": ZERO_POINTS},
+        SCHEMES["int4-g32-zp"],
         1.1,
         "zen_int4 g32 zero points (w4a8), experts int4, head int8 |",
     ),

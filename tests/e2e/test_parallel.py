@@ -10,6 +10,7 @@ from models import build_llama
 from servers import serve_demo, serving
 
 from vllm_zen import host
+from vllm_zen.schemes import SCHEMES
 
 pytestmark = [
     pytest.mark.e2e,
@@ -62,7 +63,7 @@ def test_pipeline_parallel(generate, demo_model, platform_environment, reference
 
 # int4's groups of weights and activations are the same on either side of a split, which then only reorders
 # float32 sums. A scale of int8 covers what a rank has, so a split rounds elsewhere: see rounding().
-QUANTIZATIONS = ["", "zen_int4", "zen_int8"]
+QUANTIZATIONS = {"": {}, "int4": SCHEMES["int4-g32"], "int8": SCHEMES["int8"]}
 
 
 def rounding(quantized, exact):
@@ -80,10 +81,7 @@ def unsplit(generate_all, tmp_path_factory, platform_environment):
     """
     folder = tmp_path_factory.mktemp("unsplit")
     engine = {"model": str(build_llama(folder / "model")), "dtype": "float32", **SMALL}
-    options = {"additional_config": {"vllm_zen": {"quantization": {"group_size": 32}}}}
-    engines = {
-        name: {**engine, **({"quantization": name, **options} if name else {})} for name in QUANTIZATIONS
-    }
+    engines = {name: {**engine, **scheme} for name, scheme in QUANTIZATIONS.items()}
     requests = [
         {"engine": engine, "prompts": WORDS, "max_tokens": TOKENS, "passes": 1} for engine in engines.values()
     ]
@@ -93,9 +91,7 @@ def unsplit(generate_all, tmp_path_factory, platform_environment):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "quantization", [*QUANTIZATIONS[:2], pytest.param(QUANTIZATIONS[2], marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("quantization", ["", "int4", pytest.param("int8", marks=pytest.mark.full)])
 def test_tensor_parallel(generate, platform_environment, unsplit, quantization):
     engines, answers = unsplit
     engine = {**engines[quantization], "tensor_parallel_size": 2}
@@ -104,7 +100,7 @@ def test_tensor_parallel(generate, platform_environment, unsplit, quantization):
     assert run.answer["platform"] == "vllm_zen.platform.ZenCpuPlatform"
     assert_two_workers_on_cores_of_their_own(run.log)
     single = answers[quantization]
-    tie = rounding(single, answers[""]) if quantization == "zen_int8" else 1e-4
+    tie = rounding(single, answers[""]) if quantization == "int8" else 1e-4
     assert_equal_up_to_ties(WORDS, run.answer["tokens"], single["tokens"], single["logprobs"], tie)
 
 

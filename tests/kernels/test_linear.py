@@ -4,10 +4,9 @@ Integer sums are exact, and what follows is rounded step by step as in the refer
 the float results too.
 """
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from layers import Layer, pack, random_layer, random_rows
 from threads import on_threads
 
 from vllm_zen import ops, ops_linear, reference
@@ -17,50 +16,6 @@ ROWS = [0, 1, 2, 5, 6, 7, 13, 19, 31]
 COLUMNS = [1, 15, 16, 17, 64, 65, 1003]
 DEPTHS = [1, 3, 32, 100, 128, 129, 390, 800]
 SCHEMES = ["w8", "w8 rotated", "w4 g32", "w4 g64", "w4 g128", "w4 g32 offset", "w4 g128 offset"]
-
-
-@dataclass
-class Layer:
-    """A weight of one scheme, packed, and its reference."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor | None
-    group: int  # 0: int8
-    packed: ops_linear.Int8Weight | ops_linear.Int4Weight
-
-    def expected(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.group:
-            return reference.linear_w4a8(x, self.codes, self.scale, self.offset, self.group, bias)
-        return reference.linear_w8a8(x, self.codes, self.scale, bias, rotated=self.packed.rotated)
-
-
-def pack(scheme: str, codes: torch.Tensor, generator: torch.Generator) -> Layer:
-    columns, depth = codes.shape
-    if scheme.startswith("w8"):
-        scale = torch.rand(columns, generator=generator) * 0.01
-        packed = ops_linear.Int8Weight.pack(codes, scale, rotated="rotated" in scheme)
-        return Layer(codes, scale, None, 0, packed)
-    group = int(scheme.split()[1][1:])
-    shape = (columns, -(-depth // group))
-    scale = torch.rand(shape, generator=generator) * 0.01
-    offset = None
-    if "offset" in scheme:
-        offset = torch.randn(shape, generator=generator) * 0.01
-    else:
-        scale = scale.bfloat16()
-    return Layer(codes, scale, offset, group, ops_linear.Int4Weight.pack(codes, scale, offset, group))
-
-
-def random_layer(scheme: str, columns: int, depth: int, seed: int = 0) -> Layer:
-    generator = torch.Generator().manual_seed(seed)
-    low, high, dtype = (-128, 128, torch.int8) if scheme.startswith("w8") else (0, 16, torch.uint8)
-    codes = torch.randint(low, high, (columns, depth), generator=generator).to(dtype)
-    return pack(scheme, codes, generator)
-
-
-def random_rows(rows: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows * 1009 + depth)).to(dtype)
 
 
 def assert_equal(layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -59,7 +59,6 @@ def test_peak_is_one_layer_above_the_weights():
 
 
 LOAD = """
-import os
 import sys
 import threading
 

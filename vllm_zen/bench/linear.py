@@ -30,27 +30,43 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """The same weight as both schemes and in bf16."""
+class Weights:
+    """The same weight, or those of E experts, as both schemes and in bf16."""
 
-    codes: torch.Tensor  # int8 [N, K]: of int8 in full, of int4 -8 to 7
-    scale: torch.Tensor  # int8: float32 [N]; int4: bf16 [N, groups]
+    codes: torch.Tensor  # int8 [N, K] or [E, N, K]: of int8 in full, of int4 -8 to 7
+    scale: torch.Tensor  # int8: float32 [N] or [E, N]; int4: bf16 [N, groups] or [E, N, groups]
 
     @classmethod
-    @functools.lru_cache(maxsize=1)
-    def of(cls, bits: int, columns: int, k: int) -> "_Weights":
-        generator = torch.Generator().manual_seed(0)
+    def random(cls, bits: int, *shape: int, seed: int = 0, size: float = 1.0) -> "Weights":
+        """Of a shape [N, K] or [E, N, K]; `size` is about the largest value."""
+        generator = torch.Generator().manual_seed(seed)
         limit = 2 ** (bits - 1)
-        codes = torch.randint(-limit, limit, (columns, k), generator=generator, dtype=torch.int8)
-        shape = (columns,) if bits == 8 else (columns, k // GROUP)
-        scale = (torch.rand(shape, generator=generator) + 0.5) / limit
+        codes = torch.randint(-limit, limit, shape, generator=generator, dtype=torch.int8)
+        of_scale = shape[:-1] if bits == 8 else (*shape[:-1], shape[-1] // GROUP)
+        scale = (torch.rand(of_scale, generator=generator) + 0.5) * (size / limit)
         return cls(codes, scale if bits == 8 else scale.bfloat16())
 
     @property
     def bf16(self) -> torch.Tensor:
-        if self.scale.dim() == 1:
-            return (self.codes * self.scale[:, None]).bfloat16()
-        return (self.codes * self.scale.repeat_interleave(GROUP, dim=1)).bfloat16()
+        """[N, K] or [E, N, K]."""
+        if self.scale.dim() < self.codes.dim():
+            return (self.codes * self.scale[..., None]).bfloat16()
+        return (self.codes * self.scale.repeat_interleave(GROUP, dim=-1)).bfloat16()
+
+    @property
+    def nibbles(self) -> torch.Tensor:
+        """The codes of int4 as they are packed: uint8, 0 to 15."""
+        return (self.codes + 8).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=1)
+def _weights(bits: int, columns: int, k: int) -> Weights:
+    return Weights.random(bits, columns, k)
+
+
+def limit_of(rows: float, bits: int, computing: str = "int8") -> str:
+    """What binds so many rows over weights of so many bits: bandwidth, or the computing limit."""
+    return "bandwidth" if rows * 2 * 8 / bits < RIDGE else computing
 
 
 def _zentorch() -> Any:
@@ -61,34 +77,34 @@ def _zentorch() -> Any:
     return zentorch.ops()
 
 
-def _zentorch_int8(weights: _Weights) -> Run:
+def _zentorch_int8(weights: Weights) -> Run:
     packed = _zentorch().zentorch_weight_prepack_for_dynamic_qlinear(weights.codes.clone())
     run = _zentorch().zentorch_dynamic_qlinear
     return lambda x: run(x, packed, weights.scale, None, is_weight_prepacked=True)
 
 
-def _zentorch_bf16(weights: _Weights) -> Run:
+def _zentorch_bf16(weights: Weights) -> Run:
     packed = _zentorch().zentorch_weight_prepack_for_linear(weights.bf16)
     run = _zentorch().zentorch_linear_unary
     return lambda x: run(x, packed, None, is_weight_prepacked=True)
 
 
-def _zentorch_w4a8(weights: _Weights) -> Run:
+def _zentorch_w4a8(weights: Weights) -> Run:
     packed = _zentorch().zentorch_woq_repack_weight(weights.codes).view(torch.int8)
     scale = weights.scale.t().contiguous()
     run = _zentorch().zentorch_dynamic_qlinear
     return lambda x: run(x, packed, scale, None)
 
 
-def _zentorch_w4a16(weights: _Weights) -> Run:
+def _zentorch_w4a16(weights: Weights) -> Run:
     packed = _zentorch().zentorch_woq_repack_weight(weights.codes).t()
     scale = weights.scale.t().contiguous()
     run = _zentorch().zentorch_woq_linear
     return lambda x: run(x, packed, scale, None, None)
 
 
-def _torch_int4(weights: _Weights) -> Run:
-    codes = (weights.codes + 8).to(torch.int32)
+def _torch_int4(weights: Weights) -> Run:
+    codes = weights.nibbles.to(torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scale = weights.scale.t()
     scales_and_zeros = torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous()
@@ -96,7 +112,7 @@ def _torch_int4(weights: _Weights) -> Run:
     return lambda x: run(x, packed, GROUP, scales_and_zeros)
 
 
-def _onednn_int8(weights: _Weights) -> Run:
+def _onednn_int8(weights: Weights) -> Run:
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
@@ -114,7 +130,7 @@ def _onednn_int8(weights: _Weights) -> Run:
 
 
 # By our scheme and name; bits of the weights that the path reads.
-STOCK: dict[tuple[str, str], tuple[Callable[[_Weights], Run], int]] = {
+STOCK: dict[tuple[str, str], tuple[Callable[[Weights], Run], int]] = {
     ("w8a8", "zentorch int8"): (_zentorch_int8, 8),
     ("w8a8", "onednn int8"): (_onednn_int8, 8),
     ("w8a8", "zentorch bf16"): (_zentorch_bf16, 16),
@@ -148,9 +164,7 @@ class Linear(Point):
 
     @property
     def limit(self) -> str:
-        if self.rows * 2 * 8 / self.bits < RIDGE:
-            return "bandwidth"
-        return "compute" if self.scheme == "w4a16" else "int8"
+        return limit_of(self.rows, self.bits, "compute" if self.scheme == "w4a16" else "int8")
 
     @property
     def cache_bytes(self) -> int:
@@ -170,7 +184,7 @@ class Linear(Point):
 
     def sides(self, copies: int) -> tuple[OurSide, Side]:
         """Ours and stock's, over `copies` of the same weights."""
-        weights = _Weights.of(self.bits, self.columns, self.k)
+        weights = _weights(self.bits, self.columns, self.k)
         x = torch.randn(self.rows, self.k, generator=torch.Generator().manual_seed(1)).bfloat16()
         stock, _ = STOCK[self.scheme, self.against]
         return _Ours(x, weights, self.scheme, copies), _Stock(x, [stock(weights) for _ in range(copies)])
@@ -179,26 +193,23 @@ class Linear(Point):
 class _Ours:
     """Our op over copies of a packed weight that lie one after the other."""
 
-    def __init__(self, x: torch.Tensor, weights: _Weights, scheme: str, copies: int) -> None:
+    def __init__(self, x: torch.Tensor, weights: Weights, scheme: str, copies: int) -> None:
         self._x = x
-        self._act_bits = int(scheme[3:])
         packed: ops_linear.Int8Weight | ops_linear.Int4Weight
-        if weights.scale.dim() == 1:
+        if scheme == "w8a8":
             codes, scale = ops.quantize_rows_s8(weights.bf16, rotate=True)  # as zen_int8 does
             packed = ops_linear.Int8Weight.pack(codes, scale, rotated=True)
         else:
-            codes = (weights.codes + 8).to(torch.uint8)
-            packed = ops_linear.Int4Weight.pack(codes, weights.scale, None, GROUP)
+            packed = ops_linear.Int4Weight.pack(weights.nibbles, weights.scale, None, GROUP)
         self.data = packed.weight.expand(copies, *packed.weight.shape).contiguous()
-        self._layers = [
+        layers = [
             dataclasses.replace(packed, weight=weight, scale=packed.scale.clone()) for weight in self.data
         ]
+        options: dict[str, Any] = {"act_bits": 16} if scheme == "w4a16" else {}
+        self._runs: list[Run] = [functools.partial(layer.linear, **options) for layer in layers]
 
     def run(self, copy: int) -> torch.Tensor:
-        layer = self._layers[copy]
-        if isinstance(layer, ops_linear.Int8Weight):
-            return layer.linear(self._x)
-        return layer.linear(self._x, act_bits=self._act_bits)
+        return self._runs[copy](self._x)
 
 
 class _Stock:

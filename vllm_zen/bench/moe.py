@@ -8,7 +8,7 @@ import torch
 
 from vllm_zen import ops_moe, zentorch
 from vllm_zen.bench.kernels import OurSide, Point, Side
-from vllm_zen.bench.linear import GROUP, RIDGE
+from vllm_zen.bench.linear import GROUP, ROWS, Weights, limit_of
 from vllm_zen.errors import BenchmarkError
 from vllm_zen.quantization import weights
 from vllm_zen.quantization.settings import Scheme
@@ -34,72 +34,52 @@ MODELS = (
     Model("olmoe-1b-7b", 64, 8, 2048, 1024),
     Model("mixtral-8x7b", 8, 2, 4096, 14336),
 )
-ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 SCHEMES = {8: Scheme("int8", rotated=True), 4: Scheme("int4", group=GROUP)}
-
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """The experts' weights of one layer: int8 [E, N, K], and float32 [E, N] or bf16 [E, N, groups]."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def random(cls, bits: int, experts: int, columns: int, k: int, seed: int) -> "_Layer":
-        generator = torch.Generator().manual_seed(seed)
-        limit = 2 ** (bits - 1)
-        codes = torch.randint(-limit, limit, (experts, columns, k), generator=generator, dtype=torch.int8)
-        shape = (experts, columns) if bits == 8 else (experts, columns, k // GROUP)
-        # Outputs about as large as inputs.
-        scale = (torch.rand(shape, generator=generator) + 0.5) * (1.7 / limit / k**0.5)
-        return cls(codes, scale if bits == 8 else scale.bfloat16())
-
-    def bf16(self, expert: int) -> torch.Tensor:
-        scale = self.scale[expert]
-        wide = scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(GROUP, dim=1)
-        return (self.codes[expert] * wide).bfloat16()
 
 
 @functools.lru_cache(maxsize=1)
-def _layers(bits: int, model: Model) -> tuple[_Layer, _Layer]:
-    w13 = _Layer.random(bits, model.experts, 2 * model.intermediate, model.hidden, 0)
-    return w13, _Layer.random(bits, model.experts, model.hidden, model.intermediate, 1)
+def _layers(bits: int, model: Model) -> tuple[Weights, Weights]:
+    """w13 and w2 of all experts, such that outputs are about as large as inputs."""
+    shapes = ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate))
+    w13, w2 = (
+        Weights.random(bits, model.experts, columns, k, seed=seed, size=1.7 / k**0.5)
+        for seed, (columns, k) in enumerate(shapes)
+    )
+    return w13, w2
 
 
-def _ours(bits: int, layer: _Layer) -> dict[str, torch.Tensor]:
-    def packed(expert: int) -> dict[str, torch.Tensor]:
+def _experts(layer: Weights) -> Iterator[Weights]:
+    return map(Weights, layer.codes, layer.scale)
+
+
+def _ours(bits: int, layer: Weights) -> dict[str, torch.Tensor]:
+    def packed(expert: Weights) -> dict[str, torch.Tensor]:
         if bits == 8:
-            return weights.quantize(layer.bf16(expert), SCHEMES[bits], "experts")
-        codes = (layer.codes[expert] + 8).to(torch.uint8)
-        return weights.pack_int4(codes, layer.scale[expert], None, GROUP)
+            return weights.quantize(expert.bf16, SCHEMES[bits], "experts")
+        return weights.pack_int4(expert.nibbles, expert.scale, None, GROUP)
 
-    experts = len(layer.codes)
-    return weights.stacked(map(packed, range(experts)), experts)
+    return weights.stacked(map(packed, _experts(layer)), len(layer.codes))
 
 
 Stored = dict[str, torch.Tensor]
 
 
-def _stored_int8(layer: _Layer) -> Stored:
+def _stored_int8(layer: Weights) -> Stored:
     return {"weight": layer.codes, "scale": layer.scale}
 
 
-def _stored_int4(layer: _Layer) -> Stored:
+def _stored_int4(layer: Weights) -> Stored:
     repack = zentorch.ops().zentorch_woq_repack_weight
     packed = weights.stacked(({"weight": repack(codes)} for codes in layer.codes), len(layer.codes))
     return {**packed, "scale": layer.scale.transpose(1, 2).contiguous()}
 
 
-def _stored_bf16(layer: _Layer) -> Stored:
-    experts = len(layer.codes)
-    return weights.stacked(({"weight": layer.bf16(expert)} for expert in range(experts)), experts)
+def _stored_bf16(layer: Weights) -> Stored:
+    return weights.stacked(({"weight": expert.bf16} for expert in _experts(layer)), len(layer.codes))
 
 
 # By bits and name: how zentorch's fused op keeps a layer's experts; bits of the weights that it reads.
-STOCK: dict[tuple[int, str], tuple[Callable[[_Layer], Stored], int]] = {
+STOCK: dict[tuple[int, str], tuple[Callable[[Weights], Stored], int]] = {
     (8, "zentorch int8"): (_stored_int8, 8),
     (8, "zentorch bf16"): (_stored_bf16, 16),
     (4, "zentorch int4"): (_stored_int4, 4),
@@ -134,8 +114,7 @@ class Moe(Point):
     @property
     def limit(self) -> str:
         # Of an expert that is active at all.
-        rows = self.rows * self.model.top_k / self._active
-        return "bandwidth" if rows * 2 * 8 / self.bits < RIDGE else "int8"
+        return limit_of(self.rows * self.model.top_k / self._active, self.bits)
 
     @property
     def _active(self) -> int:

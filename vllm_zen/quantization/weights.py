@@ -56,17 +56,8 @@ def quantize(weight: torch.Tensor, scheme: Scheme, name: str) -> dict[str, torch
             f"{name}: the weight holds NaN or infinity, which no scale can quantize. Check the checkpoint, "
             'or keep the layer as it is: {"vllm_zen": {"quantization": {"layers": {"' + name + '": "bf16"}}}}'
         )
-    operands: dict[str, torch.Tensor] = {}
-    done = 0  # blocks of columns
-    for slab in _slabs(weight):
-        blocks = _blocks(slab)
-        for key, part in _pack(slab, scheme).items():
-            of_a_block = len(part) // blocks
-            if key not in operands:
-                operands[key] = part.new_empty((_blocks(weight) * of_a_block, *part.shape[1:]))
-            operands[key][done * of_a_block :][: len(part)] = part
-        done += blocks
-    return operands
+    slabs = ((_blocks(slab), _pack(slab, scheme)) for slab in _slabs(weight))
+    return _joined(slabs, _blocks(weight))
 
 
 def run(
@@ -108,12 +99,20 @@ def operands_of(layer: Any, of: str = "") -> dict[str, Any]:
 
 def stacked(parts: Iterable[dict[str, torch.Tensor]], count: int) -> dict[str, torch.Tensor]:
     """The operands of `count` weights of one shape as one tensor each, with no second copy of them all."""
+    return _joined(((1, {name: operand[None] for name, operand in part.items()}) for part in parts), count)
+
+
+def _joined(parts: Iterable[tuple[int, dict[str, torch.Tensor]]], count: int) -> dict[str, torch.Tensor]:
+    """Operands of `count` units, as blocks of columns, from parts that say how many units they are."""
     operands: dict[str, torch.Tensor] = {}
-    for at, part in enumerate(parts):
+    done = 0
+    for units, part in parts:
         for name, operand in part.items():
+            of_a_unit = len(operand) // units
             if name not in operands:
-                operands[name] = operand.new_empty((count, *operand.shape))
-            operands[name][at] = operand
+                operands[name] = operand.new_empty((count * of_a_unit, *operand.shape[1:]))
+            operands[name][done * of_a_unit :][: len(operand)] = operand
+        done += units
     return operands
 
 
